@@ -1,10 +1,12 @@
 """Say what a run would need and how fast it would run on hardware you do not have. See `--help`."""
 
+import sys
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from gpipe.config import register_schemas, to_run
+from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import PlanConfig
 from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.automatic import is_open
@@ -17,6 +19,11 @@ def main(composed: DictConfig) -> None:
     """Check the composed settings, then plan."""
     with report_errors(debug=composed.launch.debug):
         plan = None if is_open(composed) else to_run(composed)
+        if plan is not None and plan.num_devices is not None:
+            raise ConfigError(
+                f"num_devices is {plan.num_devices}, expected null without pipeline=auto: set that, or say how many "
+                "devices there are by pipeline.num_stages and launch.num_replicas."
+            )
         from gpipe.programs.plan import choose, start
 
         plan = plan or choose(composed, HydraConfig.get().overrides.task)
@@ -25,5 +32,8 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    with report_errors():
+        if {"-m", "--multirun"} & {*sys.argv}:
+            raise ConfigError("-m asks for a sweep, expected one plan: start plan.py once for each.")
     with report_hydra_errors():
         main()

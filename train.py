@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe.config import ConfigError, RunConfig, name_sources, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.automatic import choose_pipeline, is_open, spell_out
-from gpipe.programs.complete import check_run_data, complete
+from gpipe.programs.complete import check_run_data, complete, refuse_too_few_images
 from gpipe.programs.resume import name_runs, resume_folder
 from gpipe.programs.sweep import mention_sweep, run_job
 
@@ -68,6 +68,7 @@ def check_settings(composed: DictConfig) -> RunConfig:
         raise ConfigError(
             f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."
         )
+    refuse_too_few_images(run)
     if not run.trainer.dry_run:
         check_run_data(run)
     return complete(run)

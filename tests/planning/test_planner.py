@@ -98,3 +98,13 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_the_largest_size_is_found(limit: int, start: int, step: int) -> None:
     sizes = [size for size in range(start, 400, step) if size <= limit]
     assert find_largest_size(lambda size: size <= limit, start, step) == (sizes[-1] if sizes else None)
+
+
+def test_a_search_without_an_end_of_its_own_ends_where_it_is_told_to() -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return True
+
+    assert find_largest_size(fits, 3, 3, most=100) == 3 + 64 * 3 and max(asked) == 3 + 64 * 3

@@ -104,3 +104,18 @@ def test_what_a_command_needs_to_find_its_settings_stays() -> None:
 def test_a_run_without_a_pipeline_or_checkpoints_suggests_neither() -> None:
     run = run_of("pipeline.num_stages=1", "trainer.checkpoints.keep=null")
     assert list(suggested(run, summary_of(3, 3))) == ["the paper's plan"]
+
+
+def test_what_ended_a_training_early_and_its_best_evaluation_are_said() -> None:
+    totals = Totals()
+    for step, loss in ((1, 2.0), (2, 2.5), (3, 3.0)):
+        totals.add_evaluation({"test": {"loss": loss, "top1": 0.1 * step, "f1": 0.25}}, step)
+    summary = totals.summarize(3, 1, None, "images", 1)
+    run = run_of("trainer.max_steps=9", "trainer.evaluation.patience=2")
+    said = outcome._describe(run, summary)
+    assert said.splitlines()[1] == (
+        "It ended there because 2 evaluations in a row had no smaller loss than that after step 1: loss 2.000, top-1 "
+        "10.0%."
+    )
+    assert f"{run.name}: F1 25.0%, top-1 30.0%, loss 3.000 on the test images after 3 steps" in said
+    assert "\n" not in outcome._describe(run_of("trainer.max_steps=3", "trainer.evaluation.patience=2"), summary)

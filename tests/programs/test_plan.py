@@ -211,3 +211,16 @@ def test_the_help_names_every_device_and_what_can_be_found() -> None:
     assert "|".join(ACCELERATORS) in text
     assert all(find.value in text for find in Find)
     assert len(text.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["num_devices=4"], "error: num_devices is 4, expected null without pipeline=auto: set that, or say how many"),
+        (["-m", "seed=0,1"], "error: -m asks for a sweep, expected one plan: start plan.py once for each.\n"),
+    ],
+)
+def test_what_a_plan_would_ignore_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    done = run_program(ROOT / "plan.py", *SMALL, *words, folder=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(said)
+    assert list(tmp_path.iterdir()) == []

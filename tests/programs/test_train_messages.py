@@ -133,3 +133,26 @@ def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_pat
         done.stderr == "error: init_from is nowhere, which has no checkpoint: name a run's folder or a checkpoint's.\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_word_for_a_sweep_may_stand_anywhere(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "trainer.dry_run=true", "-m", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    assert "2 done; the table is in" in done.stdout
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_fewer_images_than_a_mini_batch_has_are_refused_by_the_settings_alone(tmp_path: Path, dry_run: bool) -> None:
+    done = start(tmp_path, *TINY, "data.max_images=15", f"trainer.dry_run={dry_run}")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "error: data.max_images is 15, expected 16 or more, which is trainer.batch_size: raise"
+    )
+
+
+def test_a_run_that_has_saved_nothing_yet_is_said_to_be_one(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "trainer.checkpoints.keep=null", "trainer.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    run = run_folder(tmp_path).relative_to(tmp_path)
+    done = start(tmp_path, *TINY, f"init_from={run}")
+    assert done.stderr.startswith(f"error: init_from is {run}, a run without a checkpoint yet: wait for one, or name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -172,19 +173,22 @@ class Planner:
         return self._profiles[size], replace(setting, num_microbatches=len(sizes))
 
 
-def find_largest_size(fits: Callable[[int], bool], start: int, step: int) -> int | None:
+def find_largest_size(fits: Callable[[int], bool], start: int, step: int, most: int = sys.maxsize) -> int | None:
     """Return the largest of start, start + step and so on that fits; None where the first does not.
 
     Args:
         fits: whether a size does, taken to be so for all sizes up to some one.
         start: the smallest size.
         step: between sizes.
+        most: where the search ends: a size below twice this one is returned, although a larger one may fit.
     """
     if not fits(start):
         return None
     good, bad = 0, 1
     while fits(start + bad * step):
         good, bad = bad, 2 * bad
+        if start + good * step >= most:
+            return start + good * step
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(start + middle * step) else (good, middle)

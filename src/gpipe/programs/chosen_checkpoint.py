@@ -111,5 +111,7 @@ def choose_checkpoint(setting: str, value: str) -> Path:
             "name that, or start a training from the file with init_from."
         )
     if (found := checkpoints.find_checkpoint(path, prefer_best=setting == "checkpoint")) is None:
+        if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{setting} is {value}, a run without a checkpoint yet: wait for one, or name another.")
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return found

@@ -30,6 +30,20 @@ def check_run_data(run: RunConfig) -> None:
     check_data(data.name, data.root, getattr(data, "num_classes", None), share)
 
 
+def refuse_too_few_images(run: RunConfig) -> None:
+    """Refuse to train on fewer images than a mini-batch has, before any data are looked at.
+
+    Raises:
+        ConfigError: there are.
+    """
+    most = run.data.max_images if isinstance(run.data, ImagesConfig) else None
+    if most is not None and most < run.trainer.batch_size:
+        raise ConfigError(
+            f"data.max_images is {most}, expected {run.trainer.batch_size} or more, which is trainer.batch_size: raise "
+            "it, or lower trainer.batch_size."
+        )
+
+
 def complete(run: _Run) -> _Run:
     """Return the settings with the number of classes or of tokens, and with what a model of timm expects of images.
 

@@ -90,7 +90,7 @@ def record_outcome(
         tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
     tracker.log_outcome(summary.num_steps, _flatten(summary.as_dict()))
     more = f"\n{suggest(folder, run, summary, overrides)}" if hints else ""
-    print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
+    print(f"\n{_describe(run, summary)}{bubbles}{more}", flush=True)
 
 
 def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> tuple[str, bool]:
@@ -137,21 +137,34 @@ def _flatten(results: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _describe(name: str, summary: Summary) -> str:
+def _describe(run: RunConfig, summary: Summary) -> str:
     """Return one line on the result; a long wait for data is mentioned, with its remedy."""
     minutes, seconds = divmod(round(summary.seconds), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
     waited = summary.wait_seconds / max(summary.seconds, 1e-9)
     took += f", {waited:.1%} of them waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
-    figures = (("top-1", summary.top1), ("top-5", summary.top5))
-    accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
     name_of_set, metrics = next(iter(summary.evaluation.items()), ("", {}))
+    figures = (("F1", metrics.get("f1")), ("top-1", summary.top1), ("top-5", summary.top5))
+    accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
     accuracy += f", loss {metrics['loss']:.3f}" if metrics else ""
     if "raw_top1" in metrics:
         accuracy += f" (top-1 {metrics['raw_top1']:.1%} without averaging the weights)"
     result = f"{accuracy} on the {name_of_set} {summary.examples}" if accuracy else "not evaluated"
     replaced = f" {summary.num_replaced} broken {summary.examples} were replaced." if summary.num_replaced else ""
-    return f"{name}: {result} after {summary.num_steps} steps in {took}.{replaced}"
+    more = replaced + _describe_patience(run, summary)
+    return f"{run.name}: {result} after {summary.num_steps} steps in {took}.{more}"
+
+
+def _describe_patience(run: RunConfig, summary: Summary) -> str:
+    """Say that patience ended the training, and what the best evaluation found; "" where it did not."""
+    best, patience = summary.least_loss, run.trainer.evaluation.patience
+    if patience is None or _is_whole(run, summary):
+        return ""
+    top1 = f", top-1 {best['top1']:.1%}" if "top1" in best else ""
+    return (
+        f"\nIt ended there because {patience} evaluations in a row had no smaller loss than that after step "
+        f"{best['step']:.0f}: loss {best['loss']:.3f}{top1}."
+    )
 
 
 def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[str]) -> str:
@@ -176,12 +189,16 @@ def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[
 def _lengthen(run: RunConfig, summary: Summary) -> list[str]:
     """Return the overrides with which the training goes on: twice the length, or no end by patience."""
     trainer = run.trainer
-    is_whole = summary.num_epochs >= trainer.num_epochs or summary.num_steps >= (trainer.max_steps or sys.maxsize)
-    if not is_whole:
+    if not _is_whole(run, summary):
         return ["trainer.evaluation.patience=null"]
     # Both: the shorter one counts.
     steps = [] if trainer.max_steps is None else [f"trainer.max_steps={2 * trainer.max_steps}"]
     return [f"trainer.num_epochs={2 * trainer.num_epochs}", *steps]
+
+
+def _is_whole(run: RunConfig, summary: Summary) -> bool:
+    trainer = run.trainer
+    return summary.num_epochs >= trainer.num_epochs or summary.num_steps >= (trainer.max_steps or sys.maxsize)
 
 
 def _merge_stages(run: RunConfig) -> list[str]:

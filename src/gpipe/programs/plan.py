@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,8 @@ from gpipe.programs.layout import accelerator_at_hand, build_planner, build_sett
 from gpipe.programs.workloads import workload_of
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
+_MOST = 2048  # layers or filters; the largest model of Table 1 has 1,663 layers
+_QUIET_SECONDS = 5.0
 
 
 def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
@@ -94,14 +98,18 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
         changes: dict[str, Any] = {name: value}
         changed = replace(plan, model=replace(plan.model, **changes))
         planners[value] = build_planner(changed, accelerator, efficiency=plan.efficiency)
-        return planners[value].fits(setting)
+        found = planners[value].fits(setting)
+        if time.monotonic() - begin > _QUIET_SECONDS:
+            print(f"{name}={value} {'fits' if found else 'does not fit'}", file=sys.stderr, flush=True)
+        return found
 
     start = step * max(1, -(-setting.num_stages // step)) if plan.find is Find.num_layers else step
-    size = find_largest_size(fits, start, step)
+    begin = time.monotonic()
+    size = find_largest_size(fits, start, step, _MOST)
     if size is None:
         raise ConfigError(
             f"find is {name}, but even {start} does not fit {accelerator.name}: raise pipeline.num_stages or "
             "pipeline.num_microbatches."
         )
-    print(f"The largest {name} that fits is {size}.")
+    print(f"The largest {name} that fits is {size}{'' if size < _MOST else ' or more: the search ends there'}.")
     return planners[size]

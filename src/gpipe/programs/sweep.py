@@ -155,6 +155,7 @@ class SweepEnd(Callback):
             root = Path(config.hydra.runtime.cwd)
             add_jobs(config.reproduction, config.name, command_line(), jobs, root)
             write_pages(root)
+            print(f"The records, and why jobs did not run, are in reproductions/{config.reproduction}.", flush=True)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
 

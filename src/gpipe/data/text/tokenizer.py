@@ -137,5 +137,10 @@ class Tokenizer:
                     minloglevel=2,
                 )
         except RuntimeError as error:
-            raise ValueError(f"these lines cannot make a vocabulary of {vocabulary_size} tokens: {error}") from error
+            too_few = "required_chars" in str(error)
+            remedy = "raise it" if too_few else "lower it, or give more text"
+            need = "too few for their characters" if too_few else "more than they have pieces"
+            raise ValueError(
+                f"these lines cannot make a vocabulary of {vocabulary_size} tokens, {need}: {remedy}."
+            ) from error
         return cls(path)
