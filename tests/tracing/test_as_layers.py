@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
@@ -115,3 +115,30 @@ def test_a_tied_parameter_stays_one_in_a_pipeline(name: str, names: set[str]) ->
     pipeline = gpipe.Pipeline(layers, loss, [1, len(layers) - 1], 2)
     assert [{name.split(".", 2)[2] for name in tied} for tied in pipeline.ties] == [names]
     assert {layers.model_names[place.removeprefix("layers.")] for tied in pipeline.ties for place in tied} <= names
+
+
+class Siamese(nn.Module):
+    """Compares two inputs by one network with a batch norm, which sees both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.judge(self.encode(first) - self.encode(second))
+
+
+def test_no_cut_lies_between_two_uses_of_a_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = Siamese().double()
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    layers = gpipe.convert_batch_norm(gpipe.as_layers(model, inputs))
+    pipeline = gpipe.Pipeline(layers, lambda x, _: x.square().mean(), [1, len(layers) - 1], 1)
+    pipeline.train_step((inputs, torch.zeros(6)))
+    plain(*inputs).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    # One update on both inputs, where the plain layer makes two.
+    assert int(model.encode[1].num_batches_tracked) == 1

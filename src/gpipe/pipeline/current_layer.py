@@ -16,7 +16,7 @@ class CurrentLayer:
 
     Attributes:
         at: the layer's index in the model, and the layer; without one, an index below 0 is the preparation of the
-            inputs, and any other the loss.
+            inputs, 0 that none has begun yet, and any other the loss.
     """
 
     __slots__ = ("_stage", "at")
@@ -50,7 +50,7 @@ class CurrentLayer:
         if module is not None:
             name = f"layer {layer} ({type(module).__name__})"
         else:
-            name = "the loss" if layer > 0 else "prepare_inputs"
+            name = "the loss" if layer > 0 else "prepare_inputs" if layer < 0 else "its first layer"
         return f"stage {self._stage}, micro-batch {micro_batch}, {name}, {doing}"
 
     def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:

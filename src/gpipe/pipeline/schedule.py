@@ -88,18 +88,12 @@ def gpipe(
 def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
     """Return the forwards alone, for evaluation, where each stage's device is given."""
     num_devices = max(placement) + 1
-    return [
-        in_rounds(Kind.FORWARD, _stages_of(device, placement), num_microbatches, num_devices)
-        for device in range(num_devices)
-    ]
+    stages = [[stage for stage, place in enumerate(placement) if place == device] for device in range(num_devices)]
+    return [in_rounds(Kind.FORWARD, own, num_microbatches, num_devices) for own in stages]
 
 
 ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialization, int], StepSchedule]
 """(K, M, what is recomputed, stages per device) -> the tasks of a training step."""
-
-
-def _stages_of(device: int, placement: Sequence[int]) -> list[int]:
-    return [stage for stage, place in enumerate(placement) if place == device]
 
 
 def check_stages_divide(num_stages: int, stages_per_device: int) -> None:

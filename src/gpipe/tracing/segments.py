@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
+from gpipe.pipeline._compat import AnyBatchNorm
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.errors import TracingError, explain
 from gpipe.tracing.inputs import check_inputs, name_inputs
@@ -225,6 +226,13 @@ class _Segments:
         """Return what a node gives, without data."""
         return self._values[0][node]
 
+    def batch_norms(self, node: fx.Node) -> list[nn.Module]:
+        """Return the batch norms that an operation runs."""
+        if node.op != "call_module":
+            return []
+        module = self._model.get_submodule(str(node.target).removeprefix("model."))
+        return [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+
     def alive(self, cut: int) -> list[fx.Node]:
         """Return what operations from a cut on need of those before it."""
         made = [self._inputs, *self.operations[:cut]]
@@ -388,8 +396,14 @@ def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Map
     """Return the positions among the operations at which layers begin, but the first.
 
     A piece is cut in two where the fewest bytes are alive; of places with about as many, near the middle of its FLOPs.
+    No cut lies between two uses of a batch norm: its moving averages belong to one layer.
     """
     operations = segments.operations
+    uses: dict[nn.Module, list[int]] = {}
+    for position, node in enumerate(operations):
+        for norm in segments.batch_norms(node):
+            uses.setdefault(norm, []).append(position)
+    together = {cut for positions in uses.values() for cut in range(positions[0] + 1, positions[-1] + 1)}
     work = [0, *accumulate(flops.get(node, 0) + 1 for node in operations)]
     total = work[-1]
     crossing: dict[int, tuple[int, int]] = {}  # cut -> bytes, number of tensors
@@ -397,7 +411,8 @@ def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Map
     for cut in range(len(operations) - 1, 0, -1):
         later |= changed.get(operations[cut], set())
         tensors = [segments.value(node) for node in segments.alive(cut)]
-        if all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors):
+        travels = all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors)
+        if travels and cut not in together:
             crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)
     cuts: list[int] = []
     pieces = [(0, len(operations))]
