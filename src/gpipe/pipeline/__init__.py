@@ -9,8 +9,9 @@ A mini-batch is cut into M micro-batches, the model into K stages. One training 
                     |        loss of micro-batch 2  gradients are whole: norms, moving averages, report
                     boundary output of stage 1, micro-batch 0
 
-Read these ten files in this order. They are the engine. A boundary is what passes from one stage to the next; a nest is
-a tensor, or tuples, lists and dicts of tensors; a graph is autograd's.
+Read these ten files in this order; they are the engine. A boundary is what passes from one stage to the next; a nest is
+a tensor, or tuples, lists and dicts of tensors; a graph is autograd's. Before stage.py, read the heads of entry.py,
+buffers.py and first_forward.py, on which it leans.
 
     microbatch.py  a mini-batch is cut; a nest of tensors is taken apart and rebuilt
     partition.py   the model is cut: which layers each stage gets
