@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gpipe.pipeline import gradient_norm
@@ -32,8 +32,18 @@ class Gradients:
 
     def norms(self) -> list[tuple[str, float]]:
         """Return the name and the norm of each, of whole parameters."""
-        norms = gradient_norm.compute_norms(self.tied.deduplicate(gradient_norm.name_parameters(self._layers).items()))
+        norms = gradient_norm.compute_norms(self._named())
         return norms if self._shared_by is None else gradient_norm.join_parts(self._shared_by.gather(norms))
+
+    def read(self) -> tuple[list[tuple[str, float]], dict[str, float]]:
+        """Return the norms, and what the bits of tied parameters came to, by name; the devices are waited for once."""
+        if not (bits := self.tied.bits()):
+            return self.norms(), {}
+        found = gradient_norm.compute_norms(self._named(), bits)  # replicas do not share out tied parameters
+        return found[: -len(bits)], dict(found[-len(bits) :])
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return self.tied.deduplicate(gradient_norm.name_parameters(self._layers).items())
 
     def clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
         """Scale the gradients, whose norms are those of all processes; return the global norm.
@@ -99,14 +109,14 @@ def conclude(
         StepAbandoned: a process was asked to stop while it compiled; on every process.
         ValueError: the processes were given different values, or copies of a tied parameter have parted.
     """
-    norms, max_norm, step = gradients.norms(), given["max_gradient_norm"], given["step"]
+    (norms, bits), max_norm, step = gradients.read(), given["max_gradient_norm"], given["step"]
     own = {
         "given": given,
         "totals": loss.totals() if loss else None,
         "fault": [named for named in norms if not math.isfinite(named[1])][:1],
         "norms": norms if max_norm is not None else [],
         "note": [note() if note else None, bool(is_abandoned)],
-        "tied": gradients.tied.read_bits(),
+        "tied": bits,
     }
     parts = job.gather(own)
     refuse_different([part["given"] for part in parts], "process {} of the pipeline")

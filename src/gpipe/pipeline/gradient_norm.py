@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,12 @@ def _name_parameters(prefix: str, module: nn.Module, found: dict[str, Tensor], s
             _name_parameters(f"{prefix}{name}.", child, found, seen)
 
 
-def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
+def compute_norms(
+    named_parameters: Iterable[tuple[str, Tensor]], beside: Mapping[str, Tensor] | None = None
+) -> list[tuple[str, float]]:
     """Return the name and gradient norm of each parameter that has a gradient; waits for the devices once.
+
+    beside: other numbers, float64, which are read in the same wait and come after the norms.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -52,6 +56,10 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
         norms = norm_of_each([gradients[name] for name in names], dtype=wide)
         names_of.setdefault(device, []).extend(names)
         norms_of.setdefault(device, []).append(torch.stack(norms).double())
+    others = {f"beside {name}": number for name, number in (beside or {}).items()}
+    for name, number in others.items():
+        names_of.setdefault(number.device, []).append(name)
+        norms_of.setdefault(number.device, []).append(number.view(1))
     found: dict[str, float] = {}
     # The norms of all GPUs are put together on one of them: each that is asked for numbers is waited for.
     for type_ in {device.type for device in norms_of}:
@@ -59,7 +67,8 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
         parts = [norm.to(devices[0], non_blocking=True) for device in devices for norm in norms_of[device]]
         names = [name for device in devices for name in names_of[device]]
         found.update(zip(names, torch.cat(parts).tolist(), strict=True))
-    return [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
+    exact = [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
+    return exact + [(name, found[f"beside {name}"]) for name in beside or {}]
 
 
 def _exact(norm: float, gradient: Tensor) -> float:

@@ -163,12 +163,12 @@ def checksum(tensor: Tensor) -> int:
 
 
 def add_up_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, taken as whole numbers: without rounding, so in whatever order."""
+    """Return the sum of a tensor's bits, as whole numbers modulo 2^52: exact in float64, in any order."""
     flat = tensor.detach().contiguous().view(-1)
     ends = flat.nbytes, flat.storage_offset() * flat.itemsize
     kinds = torch.int64, torch.int32, torch.int16, torch.uint8
     widest = next(kind for kind in kinds if all(end % kind.itemsize == 0 for end in ends))
-    return flat.view(widest).sum(dtype=torch.int64)
+    return flat.view(widest).sum(dtype=torch.int64).bitwise_and_(2**52 - 1).double()
 
 
 def _copy_shared_modules(module: nn.Module, seen: Container[int], memo: dict[int, Any]) -> nn.Module:
@@ -274,18 +274,14 @@ class TiedGradients:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
 
-    def read_bits(self) -> dict[str, int]:
-        """Return the sum of the bits that each copy of this process had when the step began, by name."""
-        found: dict[str, int] = {}
-        for device in {bits.device for bits in self._bits.values()}:  # each is waited for once
-            here = {member.full_name: bits for member, bits in self._bits.items() if bits.device == device}
-            found.update(zip(here, torch.stack([*here.values()]).tolist(), strict=True))
-        return found
+    def bits(self) -> dict[str, Tensor]:
+        """Return what the bits of each copy of this process came to when the step began, by name; on its device."""
+        return {member.full_name: bits for member, bits in self._bits.items()}
 
-    def refuse_parted(self, bits: Iterable[Mapping[str, int]]) -> None:
+    def refuse_parted(self, bits: Iterable[Mapping[str, float]]) -> None:
         """Refuse copies that were not equal.
 
-        bits: of all processes, as `read_bits` gives them.
+        bits: of all processes.
 
         Raises:
             ValueError: naming two of them.
