@@ -15,9 +15,6 @@ from gpipe.data import Batch, BrokenImage, ImageFiles, ImageLoader, evaluation_t
 
 LABELS = [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
 
-# What torch says where there are more workers than cores; it is about speed only.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

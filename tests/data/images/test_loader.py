@@ -24,9 +24,6 @@ from gpipe.data import (
 
 NUM_IMAGES = 22
 
-# What torch says where there are more workers than cores; it is about speed only.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 @pytest.fixture(scope="module")
 def image_set() -> ImageArray:

@@ -16,9 +16,6 @@ from timm.data.mixup import Mixup
 NUM_IMAGES, NUM_CLASSES, SIZE, SEED = 26, 5, 12, 3
 METHODS = {"mixup": (0.8, 0.0), "cutmix": (0.0, 1.0), "both": (0.8, 1.0)}
 
-# What torch says where there are more workers than cores; it is about speed only.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 @pytest.fixture(scope="module")
 def image_set() -> ImageArray:

@@ -3,7 +3,6 @@
 import multiprocessing
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -222,25 +221,29 @@ def _stack(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
     return batch
 
 
+class _QuietLoader(DataLoader[_Answer]):
+    """Says nothing of more workers than cores: the default is for more cores, and a laptop of two is none the worse."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Accept any number."""
+
+
 def _make_data_loader(
     samples: _TransformedImages, requests: list[_Request], num_workers: int, pin_memory: bool, prefetch_factor: int
 ) -> DataLoader[_Answer]:
-    with warnings.catch_warnings():
-        # Of more workers than cores: the default is for more cores, and a laptop of two is none the worse for it.
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        return DataLoader(
-            samples,
-            batch_size=None,  # a request is a whole batch
-            sampler=requests,
-            collate_fn=_keep,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
-            multiprocessing_context=_make_context() if num_workers else None,
-            worker_init_fn=_end_with_parent,
-            generator=torch.Generator(),  # otherwise each iteration draws from the global one
-        )
+    return _QuietLoader(
+        samples,
+        batch_size=None,  # a request is a whole batch
+        sampler=requests,
+        collate_fn=_keep,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        multiprocessing_context=_make_context() if num_workers else None,
+        worker_init_fn=_end_with_parent,
+        generator=torch.Generator(),  # otherwise each iteration draws from the global one
+    )
 
 
 def _make_context() -> BaseContext:
