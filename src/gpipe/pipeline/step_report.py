@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,17 @@ def measure_peak_memory(devices: Iterable[torch.device]) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def reset_peak_memory() -> None:
-    """Let the peak begin anew, as far as the system can: of several trainings in one process, each has its own."""
+def reset_peak_memory() -> OSError | None:
+    """Let the peak begin anew: of several trainings in one process, each has its own.
+
+    Returns:
+        Why the system did not do so for main memory; None where it did.
+    """
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
-    with suppress(OSError):
+    try:
         Path("/proc/self/clear_refs").write_text("5")  # Linux alone, see proc(5)
+    except OSError as error:
+        return error
+    return None
