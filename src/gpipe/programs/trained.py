@@ -1,4 +1,4 @@
-"""A trained translation model, brought back from its checkpoint into this process."""
+"""Trained models, found by their checkpoints; those of translation are brought back into this process."""
 
 from dataclasses import dataclass
 from pathlib import Path
