@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
-from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate
+from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate, let_small_products_wait
 from experiments.program import StudyProgram
 from gpipe.pipeline.schedule import Rematerialize, Task
 from gpipe.pipeline.schedule_choice import SCHEDULES
@@ -78,6 +78,7 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
     calibrate()
+    let_small_products_wait()
     batch = torch.randn(NUM_MICROBATCHES, SIZE), torch.randn(NUM_MICROBATCHES, SIZE)
     steps, makespans, added = {}, {}, {}
     for name, _, stages_per_device in SHAPES:

@@ -35,7 +35,7 @@ from torch.distributed.pipelining.schedules import (
 import gpipe
 from experiments.engine_overhead.engines import GRID, STEPS, measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
-from experiments.engine_overhead.sleeping_layers import FORWARD, SplitSleeper, calibrate
+from experiments.engine_overhead.sleeping_layers import FORWARD, SplitSleeper, calibrate, let_small_products_wait
 from experiments.program import StudyProgram
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
@@ -115,6 +115,7 @@ def measure(rank: int, num_devices: int, num_microbatches: int, rounds: int, por
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
     calibrate()
+    let_small_products_wait()
     batch = torch.randn(num_microbatches, SIZE), torch.randn(num_microbatches, SIZE)
     alone = [SplitSleeper(SIZE) for _ in range(LAYERS_PER_DEVICE)]
     steps: dict[str, Callable[[], object]] = {ALONE: partial(step_alone, alone, batch[0].split(1))}
@@ -140,6 +141,7 @@ def compute_gradients(rank: int, num_devices: int, port: int, results: Any) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+    let_small_products_wait()
     torch.manual_seed(0)
     batch = torch.randn(8, SIZE), torch.randn(8, SIZE)
     layers = [nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)]

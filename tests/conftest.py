@@ -13,6 +13,7 @@ from hydra import initialize_config_dir
 from hypothesis import settings
 
 from gpipe.config import register_schemas
+from gpipe.pipeline import split_backward
 from gpipe.training.numerics import set_numerics
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import REMEMBERED
@@ -33,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Programs inherit what is ignored: under nohup, the tests of a closed window would wait for ever.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+split_backward.SMALL_PRODUCT = 0  # the layers of tests are small, and each is to wait that can
 settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
 settings.load_profile("any machine")
 remember_settings()
@@ -41,6 +43,12 @@ remember_settings()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first."""
     items.sort(key=lambda item: _place(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Spare each later collection of garbage what is loaded and what was collected: it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gpipe.pipeline import split_backward
 from gpipe.pipeline.entry import _ANCHOR, _Entry
 from gpipe.pipeline.split_backward import run_split_backward
 
@@ -233,6 +234,30 @@ def test_each_weight_tells_where_its_product_stood_in_the_backward() -> None:
     told: list[str] = []
     run_split_backward([(get_gradient_edge(hidden.sum()), None)], lambda: where).compute(told.append)
     assert told == ["layer 2", "layer 0"]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "flops"),
+    [
+        (lambda: nn.Linear(4, 3), (2, 5, 4), 2 * 10 * 4 * 3),
+        (lambda: nn.Linear(4, 3, bias=False), (5, 4), 2 * 5 * 4 * 3),
+        (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 5, 5), 2 * (2 * 3 * 3) * (6 * 2 * 3 * 3)),
+    ],
+    ids=["linear", "linear without bias", "convolution"],
+)
+def test_a_product_waits_whose_gradient_is_as_much_work_as_the_limit(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], flops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    for limit in (flops, flops + 1):
+        monkeypatch.setattr(split_backward, "SMALL_PRODUCT", limit)
+        layer = make()
+        waiting = run_split_backward([(get_gradient_edge(layer(torch.randn(shape, requires_grad=True)).sum()), None)])
+        waited.append([parameter.grad is None for parameter in layer.parameters()])
+        waiting.compute()
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+    at_limit, below = waited
+    assert all(at_limit) and not any(below)
 
 
 @pytest.mark.parametrize("function", [F.cross_entropy, F.mse_loss], ids=["labels", "numbers"])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
+from gpipe.pipeline import split_backward
 from gpipe.training.numerics import set_numerics
 
 
@@ -62,7 +65,9 @@ class ProcessPool:
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
+    gc.freeze()  # no collection need go through what is loaded
     torch.set_num_threads(1)
+    split_backward.SMALL_PRODUCT = 0
     set_numerics(deterministic=True, float32_matmul_precision="highest")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
@@ -85,4 +90,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             answer = True, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Layers that torch has sharded are cycles and hold their groups, whose threads wake a hundred times a second.
+        if len(list(Path("/proc/self/task").iterdir())) > 8:
+            gc.collect()
         pipe.send(answer)

@@ -5,7 +5,8 @@
 
 Convolutions and fully connected layers are deferred: half of the work of their backward makes the gradient of the
 weight. Whatever else has weights, such as a norm, makes all its gradients at once. So do products whose weight is used
-twice or is computed from others, and those whose tensors are kept by hooks. The forward is as ever.
+twice or is computed from others, those whose tensors are kept by hooks, and small ones: to wait would take them longer
+than their work. The forward is as ever.
 
 The first task is an ordinary backward that stops short of the deferred weights: autograd then asks an operation for the
 gradients that somebody needs, and no others. On its way it meets the gradient of each deferred product. The second task
@@ -21,6 +22,7 @@ makes more at once where branches share intermediates, as in AmoebaNet's cells.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,6 +41,10 @@ Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
 
 CACHE_BYTES = 2**20
 """Gradients of weights go through autograd together up to about this size, that of a processor core's cache."""
+
+SMALL_PRODUCT = 2**23
+"""A gradient of a weight with less work than so many FLOPs is made at once. A processor's core takes 0.2 ms for so
+many, and to wait costs it a tenth of that (`experiments/split_cost.py`); a GPU takes less than to start a kernel."""
 
 _ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
 _TRANSPOSED = ["TBackward0"]
@@ -204,13 +210,29 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
     for node, kind, edges in met:
         wanted = [which for which in kind.weights if edges[which][0] is not None]
         # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
-        if kind.weights[0] in wanted and edges[kind.activations][0] is not None and _can_wait(node, kind):
+        if (
+            kind.weights[0] in wanted
+            and edges[kind.activations][0] is not None
+            and _can_wait(node, kind)
+            and _count_flops(node, edges[kind.weights[0]]) >= SMALL_PRODUCT
+        ):
             ends = [end for which in wanted if (end := _find_end(edges[which], uses)) is not None]
             if len(ends) == len(wanted):
                 for end in ends:
                     del leaves[end.leaf]
                 products.append(DeferredProduct(node, kind, wanted, ends))
     return list(leaves.values()), products
+
+
+def _count_flops(product: Any, weight: tuple[Any, int]) -> int:
+    """Return the work of the gradient of a product's weight: each value of it is used at each position of the output.
+
+    product: an operation whose output has its channels in the second dimension.
+    """
+    node, place = weight
+    output: list[int] = product._input_metadata[0].shape
+    size: int = math.prod(node._input_metadata[place].shape)
+    return 2 * size * math.prod(output) // max(output[1], 1)
 
 
 def _can_wait(node: Any, kind: _Product) -> bool:
