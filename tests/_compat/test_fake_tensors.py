@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe._compat.fake_tensors import QuickFakeTensorMode
-from gpipe._compat.torch_description import FakeTensorMode
 from gpipe.planning import profile
 from gpipe.planning.profile import profile_layers
 from tests.support.layer_zoo import KINDS, LENGTH, NUM_CLASSES, SIZE, build
@@ -135,24 +135,28 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("of_real", [False, True], ids=["", "of tensors with data"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_results_are_torchs(operation: str) -> None:
+def test_results_are_torchs(operation: str, of_real: bool) -> None:
     """By hand, as no layer has all of them: each is looked at when it is new and when it is known."""
     run = OPERATIONS[operation]
 
-    def results(mode: AbstractContextManager[Any]) -> list[Any]:
+    def results(mode: FakeTensorMode) -> list[Any]:
         found = []
-        with mode:
-            for dtype in (torch.float32, torch.float64):
-                torch.set_default_dtype(dtype)
-                try:
-                    for given in make_tensors():
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            try:
+                with nullcontext() if of_real else mode:
+                    tensors = list(make_tensors())
+                with mode:
+                    for given in tensors:
                         try:
                             found.append((look(run(*given), given), look(given, given)))
                         except Exception as error:  # noqa: BLE001 - the same one is looked for
                             found.append(type(error))
-                finally:
-                    torch.set_default_dtype(torch.float32)
+            finally:
+                torch.set_default_dtype(torch.float32)
         return found
 
-    assert results(QuickFakeTensorMode()) == results(FakeTensorMode())
+    quick = QuickFakeTensorMode(allow_non_fake_inputs=of_real)
+    assert results(quick) == results(FakeTensorMode(allow_non_fake_inputs=of_real))

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (  # noqa: TID251
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.nn import Parameter
 
 _DEVICE = torch.ops.prim.device.default  # C++ asks it during each operation
 _VIEWS = frozenset(  # which torch's mode makes likewise, after some search
@@ -34,6 +35,8 @@ _VIEWS = frozenset(  # which torch's mode makes likewise, after some search
         torch.ops.aten.view.default,
     )
 )
+_LIFTING = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))  # they keep a number
+_REFORMING = torch.Tag.inplace_view  # changes the shape or the memory of what it is given
 _Key: TypeAlias = tuple[Any, ...]
 
 
@@ -62,10 +65,13 @@ _Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | _First
 
 
 class QuickFakeTensorMode(FakeTensorMode):
-    """Torch's FakeTensorMode: the same tensors, sooner where operations are alike."""
+    """Torch's FakeTensorMode: the same tensors, sooner where operations are alike.
 
-    def __init__(self) -> None:
-        super().__init__()
+    allow_non_fake_inputs: take tensors with data too, and look at their shapes only.
+    """
+
+    def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
+        super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self._known: dict[_Key, _Known] = {}  # of operations with their arguments
 
     @classmethod
@@ -84,6 +90,8 @@ class QuickFakeTensorMode(FakeTensorMode):
             with in_kernel_invocation_manager(self):
                 view = func(*args, **kwargs)
             return FakeTensor(self, view, args[0].fake_device)
+        if self.allow_non_fake_inputs and not func.is_view and func not in _LIFTING and _REFORMING not in func.tags:
+            args, kwargs = tuple(map(self._describe, args)), {key: self._describe(kwargs[key]) for key in kwargs}
         key = None if func.is_view else _make_key(func, args, kwargs)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -105,6 +113,12 @@ class QuickFakeTensorMode(FakeTensorMode):
         if isinstance(known, _Shape):
             return known.make(self)
         return tuple(None if shape is None else shape.make(self) for shape in known)
+
+    def _describe(self, value: Any) -> Any:
+        """Return what stands for a tensor with data, or for those in a list: the same each time."""
+        if type(value) in (Tensor, Parameter):
+            return self.from_tensor(value)
+        return list(map(self._describe, value)) if type(value) is list else value
 
 
 def _make_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe._compat.torch_description import FakeTensorMode, tree_leaves, tree_map, unset_fake_temporarily
+from gpipe._compat.fake_tensors import QuickFakeTensorMode
+from gpipe._compat.flop_counts import FlopCounter
+from gpipe._compat.torch_description import tree_leaves, tree_map, unset_fake_temporarily
 from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
@@ -92,7 +93,7 @@ class Tracer(fx.Tracer):
         self.proxy_buffer_attributes = True
         self._whole, self._batch, self._training, self._odd = whole, batch, training, odd
         self.decision: traceback.StackSummary | None = None
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = QuickFakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[fx.Node, Any] = {}
         self.flops: dict[fx.Node, int] = {}
         self.changed: dict[fx.Node, set[int]] = {}
@@ -212,7 +213,7 @@ class Tracer(fx.Tracer):
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
         try:
-            with self._fake, torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with self._fake, torch.no_grad(), FlopCounter() as counter:
                 value = self._run(kind, target, *bare)
         finally:
             self._is_running = False
@@ -226,7 +227,7 @@ class Tracer(fx.Tracer):
             if not torch.is_grad_enabled():
                 raise Undecided("computes without gradients what follows from weights that are trained")
             self._trained.add(traced.node)
-        self.values[traced.node], self.flops[traced.node] = value, counter.get_total_flops()
+        self.values[traced.node], self.flops[traced.node] = value, counter.total
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
         return traced
