@@ -6,7 +6,7 @@ from math import inf
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from gpipe.records import Record
+from gpipe.records import Record, differences
 from reproductions.table import newest
 
 DEEP_OR_WIDE = "deep_or_wide_laptop"
@@ -153,7 +153,8 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     found: dict[object, Trained] = {}
     for run in records:
         if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
-            own = [record for record in scored.get(_part(run), ()) if record.settings == run.settings]
+            same = scored.get(_part(run), ())  # a setting may have come between a training and its score
+            own = [record for record in same if not differences(record.settings, run.settings, ())]
             one = Trained(run, {record.results["num_beams"]: record for record in own})
             key = _subject(one), one.recipe, run.seed
             found.pop(key, None)

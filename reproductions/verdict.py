@@ -5,7 +5,8 @@ replacement; if a gain covers several languages, so are languages. A pair stays 
 +- t * sqrt(n / (n - 1)) * (standard error over the draws), with Student's t for n - 1 degrees of freedom. Here n is the
 number of seeds, or of languages if there are fewer. We do not use the bootstrap's percentiles: they never reach beyond
 the seeds, so three seeds exclude zero whenever they agree, one time in four by chance. Without an effect, this interval
-excludes zero one time in twenty (tests/reproductions/test_verdict.py).
+excludes zero at most one time in twenty (tests/reproductions/test_verdict.py): over seeds alone as often as that, but
+far less often where languages differ more than seeds, since the fewest things set the degrees of freedom.
 """
 
 from collections.abc import Mapping, Sequence

@@ -57,7 +57,8 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
-            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(len(gains)), verdict])
+            num_seeds = sum(map(bool, gains.values())) or len(gains)
+            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(num_seeds), verdict])
         names = [next(iter(found.values())).model for found in models]
         header = [data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"]
         missing = "; ".join(_name(row) for row in planned_models(records, "laptop").values() if _name(row) not in names)

@@ -100,6 +100,13 @@ def test_a_doubling_adds_the_slope_of_the_line_through_all_depths(layers: list[i
         assert gains[seed] == pytest.approx({"sw": slope, "de": 0.0}, abs=1e-9)
 
 
+def test_a_seed_that_lacks_a_score_is_not_counted() -> None:
+    runs = [trained(DEEP_OR_WIDE, seed, {"sw": 1.0}, shape=shape) for seed in (0, 1) for shape in (DEEP, WIDE)]
+    scores = [scored(run, {"sw": 30.0}, {"sw": 100}) for run in runs[1:]]
+    counted = {row[0].partition(",")[0]: row[-2] for row in cells(deep_or_wide([*runs, *scores])) if row[1] == "all, 1"}
+    assert counted == {"loss": "2", "token accuracy": "2", "chrF": "1", "BLEU": "1"}
+
+
 def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
     records = [
         deep(0, course(8.0, 4.0, 5.0)),

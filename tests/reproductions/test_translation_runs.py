@@ -1,17 +1,19 @@
 """Which trainings of a translation model a table compares, where others of another recipe have the same name."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpipe.records import Record
+from gpipe.records import Record, read_records
 from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
 from reproductions.figure3_multilingual.pairs import MULTILINGUAL, multilingual_trainings, pair_models
 from reproductions.table5_batch_size.tables import LAPTOP, small_runs
 from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, count_test_sentences, searches, trainings
 from tests.reproductions.translation_records import scored, trained
 
+REPRODUCTIONS = Path(__file__).parents[2] / "reproductions"
 OTHER_RECIPES = [{"rate": 0.125}, {"dropout": 0.5}, {"max_steps": 50}]
 each_recipe = pytest.mark.parametrize("other", OTHER_RECIPES, ids=str)
 
@@ -47,6 +49,21 @@ def test_each_model_language_and_mini_batch_has_a_recipe_of_its_own() -> None:
     ]
     assert [one.recipe.learning_rate for one in trainings(records, LAPTOP)] == [0.25, 0.5, 0.125, 0.0625]
     assert searches(records, LAPTOP) == []
+
+
+def test_a_score_belongs_to_its_training_where_a_setting_has_come_between_them() -> None:
+    run, other = (trained(LAPTOP, 0, {}, dropout=dropout) for dropout in (0.25, 0.5))
+    score = scored(run, {"sw": 30.0}, {"sw": 100})
+    later = replace(score, config=score.config | {"trainer": score.config["trainer"] | {"newer": None}})
+    (found,) = trainings([run, later], LAPTOP)
+    assert found.score("chrf", "sw") == 30.0
+    (found,) = trainings([other, later], LAPTOP)
+    assert found.score("chrf", "sw") is None
+
+
+def test_every_committed_model_of_the_study_of_depth_is_scored() -> None:
+    found = trainings(read_records(REPRODUCTIONS / "figure3_multilingual" / "runs.jsonl"), DEEP_OR_WIDE)
+    assert found and not [f"{one.model}, seed {one.run.seed}" for one in found if not one.scored]
 
 
 @each_recipe
