@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,3 +130,14 @@ def test_a_name_that_is_not_utf8_keeps_its_bytes(run: Path, tmp_path: Path, pred
     assert predict(f"images={folder}", f"output={output}")[1] == ""
     assert b"caf\xe9.png,1," in output.read_bytes()
     assert "caf\\udce9.png: " in predict(f"images={folder}")[0]
+
+
+def test_a_class_whose_name_looks_like_mathematics_is_drawn(
+    run: Path, images: Path, tmp_path: Path, predict: Predict
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    names = (copied / "classes.txt").read_text().splitlines()
+    (copied / "classes.txt").write_text("".join(f"$1_$5_{label}\n" for label in range(len(names))))
+    answers, _ = predict(f"checkpoint={copied}", f"images={images}", f"grid={tmp_path / 'grid.png'}")
+    assert "$1_$5_" in answers and (tmp_path / "grid.png").exists()

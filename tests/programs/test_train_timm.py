@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,27 @@ def test_timm_loads_what_was_trained_and_answers_alike(trained: Path, folder: Pa
     )
     with torch.no_grad():
         assert torch.equal(classifier.layers(images), model(images))
+
+
+def test_a_run_keeps_its_classes_and_says_where_others_have_their_numbers(folder: Path, tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(folder, data)
+    words = (*WORDS, f"data.root={data}", f"hydra.run.dir={run}")
+    assert start(tmp_path, *words).returncode == 0
+    for split in ("train", "val"):
+        (data / split / "cats").rename(data / split / "apes")
+    said = "class 0 is birds in {}, and apes in the data"
+    done = start(tmp_path, f"evaluate={run}")
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"warning: {said.format(run / 'classes.txt')}: labels are compared by their numbers\n",
+    )
+    (run / "record.json").unlink()  # as that of a run that was stopped
+    done = start(tmp_path, *words)
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"error: {said.format('run/classes.txt')}: resume with the same data"
+    )
+    assert (run / "classes.txt").read_text().split() == ["birds", "cats", "dogs"]
 
 
 @pytest.mark.usefixtures("composer")

@@ -62,7 +62,7 @@ class Location:
         """
         if not self.required:
             refuse_root(name, root)
-        folder = Path(root).expanduser() if root is not None else self.default_root
+        folder = Path(root).expanduser() if root else self.default_root if root is None else None
         if self.package is not None and find_spec(self.package) is None:
             raise DataMissing(self._explain(name, f"the Python package {self.package}"))
         if not self.required:

@@ -89,6 +89,8 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:
             print(f"warning: {stale}", file=sys.stderr)
+    if place.is_main and (other := workload.describe_other_labels(checkpoint.parent.parent)) is not None:
+        print(f"warning: {other}: labels are compared by their numbers", file=sys.stderr)
     evaluation = evaluate_on_all(
         pipeline,
         loaders,

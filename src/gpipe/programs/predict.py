@@ -183,7 +183,7 @@ def _draw(answers: Sequence[Answer], path: Path) -> None:
     for axes, answer in zip(figure.subplots(rows, columns, squeeze=False).flat, answers, strict=False):
         (name, probability), *_ = answer.classes
         axes.imshow(answer.image, cmap="gray")
-        axes.set_title(f"{name} {probability:.0%}", fontsize=9)
+        axes.set_title(f"{name} {probability:.0%}", fontsize=9, parse_math=False)
     for axes in figure.axes:
         axes.set_axis_off()
     figure.savefig(path, format="png", dpi=144)

@@ -148,6 +148,19 @@ def test_a_share_of_each_class_evaluates_and_the_others_train(own_root: Path, sh
     assert [again.path(index) for index in range(len(again))] == [test.path(index) for index in range(len(test))]
 
 
+def test_an_image_more_moves_at_most_one_other_over_the_border_of_a_share(own_root: Path) -> None:
+    def read_paths(split: str) -> set[str]:
+        images = open_image_set("image_folder", split, own_root, 0.3)
+        return {str(images.path(index)) for index in range(len(images))}
+
+    before = {split: read_paths(split) for split in ("train", "test")}
+    for number in range(20):
+        (own_root / "cats" / f"+{number}.png").write_bytes((own_root / "cats" / "0.png").read_bytes())
+        after = {split: read_paths(split) for split in ("train", "test")}
+        assert len(before["test"] & after["train"]) + len(before["train"] & after["test"]) <= 1
+        before = after
+
+
 def test_a_share_of_train_is_taken_where_there_is_such_a_folder(own_root: Path) -> None:
     (own_root / "train").mkdir()
     for name in ("cats", "dogs"):

@@ -114,6 +114,17 @@ def test_each_class_is_shared_out(tmp_path_factory: Any, counts: list[int], shar
     assert not {test.path(i) for i in range(len(test))} & {train.path(i) for i in range(len(train))}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("header", [("path", "label"), ("path", "labels")], ids=" ".join)
+def test_an_image_that_is_listed_twice_is_in_one_split(tmp_path: Path, header: tuple[str, str]) -> None:
+    rows = [(f"{number}.png", str(number % 2)) for number in range(40)]
+    for name, _ in rows:
+        (tmp_path / name).touch()
+    write_csv(tmp_path / "train.csv", header, [*rows, *rows])
+    train, test = (open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test"))
+    assert (len(train), len(test)) == (60, 20)
+    assert not {test.path(i) for i in range(len(test))} & {train.path(i) for i in range(len(train))}  # type: ignore[attr-defined]
+
+
 GOOD = "path,label\n3.png,a\n2.png,b\n"
 # What a folder has in place of a good table, the share for evaluation, and what is said.
 BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {

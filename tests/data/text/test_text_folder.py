@@ -49,6 +49,34 @@ def test_the_sequences_are_the_text_and_each_has_one_token_more_to_predict(root:
         assert sequences == [whole[start : start + 17] for start in range(0, 16 * len(sequences), 16)]
 
 
+def test_hidden_files_and_a_byte_order_mark_are_no_text(root: Path) -> None:
+    expected = read(root, "train")
+    text = (root / "a.txt").read_text()
+    (root / "a.txt").write_text(text, encoding="utf-8-sig")
+    (root / ".ipynb_checkpoints").mkdir()
+    for name in (".ipynb_checkpoints/a-checkpoint.txt", "._b.txt"):
+        (root / name).write_text("an editor's copy")
+    assert read(root, "train") == expected
+    (root / "deep" / "b.txt").rename(root / "deep" / "b.TXT")
+    assert read(root, "train") == expected
+
+
+def test_a_share_of_train_is_taken_where_there_is_such_a_folder(root: Path) -> None:
+    expected = read(root, "train")
+    (root / "train").mkdir()
+    for name in ("a.txt", "deep"):
+        (root / name).rename(root / "train" / name)
+    (root / "test").mkdir()
+    (root / "test" / "held_out.txt").write_text("\n".join(LINES))
+    assert read(root, "train") == expected
+
+
+@pytest.mark.parametrize("name", ["text_folder", "image_folder"])
+def test_an_empty_root_is_not_the_current_folder(name: str) -> None:
+    with pytest.raises(DataMissing, match=r"Looked for: the folder data.root, which is not set"):
+        check_data(name, "")
+
+
 def test_train_and_val_are_read_where_they_are(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     both = tmp_path_factory.mktemp("both")
     for name, lines in (("train", LINES[:150]), ("val", LINES[150:])):

@@ -1,18 +1,16 @@
 """The reader of image files in one folder per class, as most tools expect them: ImageNet-2012, and one's own."""
 
 import os
-import random
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from gpipe.data.images.image_set import ImageFiles
 
 _FOLDERS = {"train": "train", "test": "val"}
-_Image = TypeVar("_Image")
-_SHARES = 0x5E7  # keeps the draw of a share apart from others
 
 
 def count_class_folders(root: Path) -> int:
@@ -89,7 +87,7 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     Args:
         root: as in `check_own_folders`.
         split: "train" or "test".
-        share: as in `check_own_folders`. Which images it has depends on the number of those of the class alone.
+        share: as in `check_own_folders`. The images' names decide, so that more images move hardly any of the others.
 
     Raises:
         ValueError, FileNotFoundError: as `open_class_folders`.
@@ -101,25 +99,29 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     class_names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
     names, labels = _list_images(folder, class_names)
     kept = [
-        (name, label)
-        for label, images in groupby(zip(labels, names, strict=True), key=itemgetter(0))
-        for name in take_share([name for _, name in images], split, share, class_names[label])
+        (images[position], label)
+        for label, pairs in groupby(zip(labels, names, strict=True), key=itemgetter(0))
+        for images in [[name for _, name in pairs]]
+        for position in take_share(images, split, share, class_names[label])
     ]
     return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names)
 
 
-def take_share(images: Sequence[_Image], split: str, share: float, class_name: str) -> list[_Image]:
-    """Return the images of one class that belong to a split; each split has at least one."""
-    if len(images) < 2:
+def take_share(images: Sequence[str], split: str, share: float, class_name: str) -> list[int]:
+    """Return the positions of the images of one class that belong to a split; each split has at least one."""
+    if len(set(images)) < 2:
         raise ValueError(f"the class {class_name} has one image, expected 2 or more to share out; add another")
-    drawn = draw_share(len(images), share)
-    return [image for position, image in enumerate(images) if (position in drawn) == (split == "test")]
+    drawn = draw_share(images, share)
+    return [position for position, image in enumerate(images) if (image in drawn) == (split == "test")]
 
 
-def draw_share(num_images: int, share: float) -> set[int]:
-    """Return which of 2 or more images are for evaluation: that share of them, one at least, and not all."""
-    count = min(max(1, round(share * num_images)), num_images - 1)
-    return set(random.Random(_SHARES).sample(range(num_images), count))  # noqa: S311 - no secret
+def draw_share(images: Sequence[str], share: float) -> set[str]:
+    """Return which of 2 or more images are for evaluation: that share of them, one at least, and not all.
+
+    Their names decide. An image that is listed twice counts once, and further images move at most one over the border.
+    """
+    ordered = sorted(set(images), key=lambda name: sha256(name.encode(errors="surrogateescape")).digest())
+    return set(ordered[: min(max(1, round(share * len(ordered))), len(ordered) - 1)])
 
 
 def open_class_folders(root: Path, split: str) -> ImageFiles:

@@ -83,7 +83,8 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     Args:
         root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
         split: "train" or "test".
-        share: as in `check_own_table`. Of images with several labels each, it is a share of all.
+        share: as in `check_own_table`. Of images with several labels each, it is a share of all. All rows of an image
+            are in one split.
 
     Raises:
         ValueError: as `check_own_table`.
@@ -106,14 +107,17 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         for row, names in enumerate(table.labels):
             labels[row, [number[name] for name in names]] = True
         if share is not None:
-            drawn = draw_share(len(rows), share)
-            rows = [row for row in rows if (row in drawn) == (split == "test")]
+            drawn = draw_share(table.names, share)
+            rows = [row for row in rows if (table.names[row] in drawn) == (split == "test")]
     else:
         labels = np.array([number[name] for (name,) in table.labels], dtype=np.int64)
         if share is not None:
             of_class = ([row for row in rows if labels[row] == label] for label in range(len(classes)))
-            kept = (take_share(each, split, share, classes[label]) for label, each in enumerate(of_class))
-            rows = sorted(chain.from_iterable(kept))
+            rows = sorted(
+                each[position]
+                for label, each in enumerate(of_class)
+                for position in take_share([table.names[row] for row in each], split, share, classes[label])
+            )
     return ImageFiles(root, [table.names[row] for row in rows], labels[rows], classes)
 
 

@@ -44,14 +44,14 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
     """Return the folder of plain text.
 
     Args:
-        root: has train/ and val/ with .txt files at any depth; or, with a share, .txt files.
+        root: has train/ and val/ with .txt files at any depth; or, with a share, train/ or such files.
         share: of the end of each file, for evaluation; None where root/val has texts.
 
     Raises:
         DataMissing: there are no such files.
         ValueError: there are two kinds of texts for evaluation, or none.
     """
-    if root is None:
+    if not root:
         raise DataMissing(_explain("the folder data.root, which is not set"))
     folder = Path(root).expanduser()
     has_val = (folder / "val").is_dir()
@@ -60,10 +60,14 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
             f"data.validation_share is {share:g}, but {folder / 'val'} has texts for evaluation: set "
             "data.validation_share=null, or rename that folder."
         )
-    for name in (".",) if share is not None else ("train", "val"):
-        if next(_files(folder / name), None) is None:
-            raise DataMissing(_explain(f"files that end with .txt in {folder / name}"))
+    for place in (_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
+        if next(_files(place), None) is None:
+            raise DataMissing(_explain(f"files that end with .txt in {place}"))
     return folder
+
+
+def _training_folder(root: Path) -> Path:
+    return root / "train" if (root / "train").is_dir() else root
 
 
 def _explain(looked_for: str) -> str:
@@ -81,8 +85,11 @@ def _explain(looked_for: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    found = folder.rglob("*.txt") if folder.is_dir() else iter(())
-    return (path for path in found if path.is_file() and CACHE not in path.parts)
+    """Yield the files of text at any depth, but for hidden ones, such as copies that editors make."""
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() == ".txt" and not is_hidden and path.is_file():
+            yield path
 
 
 def open_text_folder(
@@ -105,7 +112,7 @@ def open_text_folder(
     """
     check_known("split", split, SPLITS)
     folder = check_text_folder(root, share)
-    paths = sorted(_files(folder if share is not None else folder / _FOLDERS[split]))
+    paths = sorted(_files(_training_folder(folder) if share is not None else folder / _FOLDERS[split]))
     tokens = _read_cached(folder, paths, tokenizer, share, split)
     found = TextSequences(tokens, sequence_length)
     if len(found) == 0:
@@ -154,7 +161,7 @@ def _load(cached: Path) -> NDArray[np.int32] | None:
 def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Return the tokens of a file's lines."""
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:
             parts = []
             while lines := list(islice(stream, _LINES)):
                 parts.append(_join(tokenizer.encode_lines(lines)))

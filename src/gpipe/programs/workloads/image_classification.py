@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import AmoebaNetConfig, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
+from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
 from gpipe.data import (
     BytesToPixels,
     ImageLoader,
@@ -129,10 +130,26 @@ class ImageClassification(Workload):
         )
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the names of the classes in the run's folder, a line each."""
+        """Leave the names of the classes in the run's folder, a line each.
+
+        Raises:
+            ConfigError: the run was started with other classes.
+        """
         if folder is not None:
+            if (other := self.describe_other_labels(folder)) is not None:
+                raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")
             write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in self._sets["train"].class_names))
         return {}
+
+    def describe_other_labels(self, folder: Path) -> str | None:
+        """Say which class has another number than in the run in that folder."""
+        path = folder / CLASSES_FILE
+        if path.exists():
+            names = path.read_text(encoding="utf-8").splitlines()
+            for label, (there, here) in enumerate(zip_longest(names, self._sets["train"].class_names)):
+                if there != here:
+                    return f"class {label} is {there} in {path}, and {here} in the data"
+        return None
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""

@@ -110,6 +110,10 @@ class Workload(ABC):
         """
         return softmax_names(layers)
 
+    def describe_other_labels(self, folder: Path) -> str | None:
+        """Say which label means something else than in the run in that folder; None where none does."""
+        return None
+
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
 
