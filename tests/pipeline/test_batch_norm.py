@@ -330,6 +330,29 @@ def test_a_pipeline_refuses_a_batch_norm_that_was_not_converted(norm: nn.Module)
         gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1])
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_norm_that_is_put_into_a_layer_later_is_trained_or_refused(mode: str) -> None:
+    def make(norm: nn.Module) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Linear(3, 3), norm), nn.Linear(3, 3))
+
+    batch = torch.randn(6, 3), torch.arange(6) % 3
+    plain = make(nn.BatchNorm1d(3))
+    F.cross_entropy(plain(batch[0]), batch[1])
+    for first in (nn.Identity(), gpipe.convert_batch_norm(nn.BatchNorm1d(3))):
+        layers = make(first)
+        pipeline = gpipe.Pipeline(layers, F.cross_entropy, [1, 1], 2, rematerialize=mode)
+        pipeline.train_step(batch)
+        layers[0][1] = gpipe.convert_batch_norm(nn.BatchNorm1d(3))
+        pipeline.train_step(batch)
+        assert layers[0][1].num_batches_tracked == 1
+        torch.testing.assert_close(layers[0][1].running_mean, plain[0][1].running_mean)
+        torch.testing.assert_close(layers[0][1].running_var, plain[0][1].running_var)
+        layers[0][1] = nn.BatchNorm1d(3)
+        with pytest.raises(ValueError, match=r"^layers.0.1 \(BatchNorm1d\) would count every micro-batch"):
+            pipeline.train_step(batch)
+
+
 def test_a_weight_that_is_computed_trains() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()

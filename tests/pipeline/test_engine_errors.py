@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, StepAbandoned
 from gpipe.pipeline.split_backward import DeferredProduct
 
 MODES = ("always", "except_last", "never")
@@ -161,6 +162,19 @@ def test_a_users_error_is_caught_by_its_type_and_says_where(cause: Exception, pa
     assert (error.value.stage, error.value.micro_batch, error.value.layer) == (stage, 0, 1)
     assert error.value.__cause__ is cause
     assert getattr(error.value, "code", None) == getattr(cause, "code", None)
+    copied = pickle.loads(pickle.dumps(error.value))
+    assert type(copied) is gpipe.PipelineError and str(copied) == str(error.value)
+    assert (copied.stage, copied.micro_batch, copied.layer) == (stage, 0, 1)
+
+
+def test_errors_of_our_own_keep_their_type_for_another_process() -> None:
+    for error in (
+        NonFiniteError("the loss is nan", stage=1),
+        StepAbandoned(3, ["note"]),
+        PeerFailure("lost", told=True),
+    ):
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is type(error) and str(copied) == str(error) and vars(copied) == vars(error)
 
 
 def test_an_error_in_a_recomputation_says_so() -> None:

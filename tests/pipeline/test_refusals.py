@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.refusals import refuse_different
+from gpipe.pipeline.refusals import refuse_different, refuse_embeddings
 from tests.support import tied_model
 
 
@@ -187,6 +187,17 @@ def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
     layers = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 3))
     with refused("the gradient of layers.0.weight is sparse, and only dense ones can be added up and clipped alike"):
         build(layers).train_step((torch.arange(4), torch.arange(4) % 3))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_depend_on_how_often_a_token_occurs_are_refused(kind: type[nn.Module]) -> None:
+    with refused(
+        "layers.0 has scale_grad_by_freq=True, but it would count the tokens of a micro-batch, not of the mini"
+    ):
+        build(nn.Sequential(kind(7, 3, scale_grad_by_freq=True), nn.Linear(3, 3)))
+    build(nn.Sequential(kind(7, 3, max_norm=1.0), nn.Linear(3, 3)))
+    with refused("layers.0 has max_norm=1.0, but each of 2 replicas would scale other rows, so their weights would"):
+        refuse_embeddings(nn.Sequential(kind(7, 3, max_norm=1.0)), 2)
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])

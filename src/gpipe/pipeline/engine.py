@@ -36,8 +36,10 @@ from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     check_numbers,
     refuse_changed_model,
+    refuse_embeddings,
     refuse_history,
     refuse_inference_mode,
+    refuse_late_parameters,
     refuse_max_norm,
     refuse_model,
     refuse_other_scaler,
@@ -166,6 +168,7 @@ class Pipeline(LayerExecution):
         self._is_loss_known = False  # whether the graph of one was looked through
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
+        refuse_embeddings(layers, self.job.num_replicas)
         settings = {
             "synchronize_batch_norm": synchronize_batch_norm,
             "shard_replicas": shard_replicas,
@@ -199,7 +202,6 @@ class Pipeline(LayerExecution):
                 k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered, first, shared_buffers)
                 for k, device in self.job.devices.items()
             }
-            self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
             norms = batch_norm.converted_batch_norms(layers)
             self._synchronizes = synchronize_batch_norm and self.job.num_replicas > 1 and bool(norms)
             connect_stages(
@@ -485,8 +487,9 @@ class Pipeline(LayerExecution):
 
         layers: as for `evaluate`.
         """
-        found = batch_norm.converted_batch_norms((self.layers if layers is None else layers).values())
-        return [norm for own, norm in zip(self._batch_norms, found, strict=True) if own.training]
+        trained = batch_norm.converted_batch_norms(self.layers.values())
+        found = trained if layers is None else batch_norm.converted_batch_norms(layers.values())
+        return [norm for own, norm in zip(trained, found, strict=True) if own.training]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield this process's parameters, for an optimizer."""
@@ -607,6 +610,8 @@ class Pipeline(LayerExecution):
         if scaler is not None:
             scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
         self._tied.start_step()
+        if self.shards_replicas:
+            refuse_late_parameters(self.layers)
         for stage in self.stages.values():
             stage.start_step(self.step)
 
@@ -672,7 +677,8 @@ class Pipeline(LayerExecution):
 
     def _finish_step(self, *, is_skipped: bool) -> None:
         if not is_skipped:
-            moving_statistics.commit(self._batch_norms, self.job.replicas)
+            norms = [norm for stage in self.stages.values() for norm in stage.batch_norms]
+            moving_statistics.commit(norms, self.job.replicas)
             self.step += 1
         for stage in self.stages.values():
             stage.finish_step()

@@ -284,6 +284,40 @@ def refuse_unconverted(layers: nn.Module) -> None:
             )
 
 
+def refuse_embeddings(layers: nn.Module, num_replicas: int) -> None:
+    """Refuse embeddings whose gradients or weights depend on all examples of a mini-batch at once.
+
+    Raises:
+        ValueError: naming the first such layer.
+    """
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.scale_grad_by_freq:
+                raise ValueError(
+                    f"layers.{name} has scale_grad_by_freq=True, but it would count the tokens of a micro-batch, not "
+                    "of the mini-batch; set it to False"
+                )
+            if module.max_norm is not None and num_replicas > 1:
+                raise ValueError(
+                    f"layers.{name} has max_norm={module.max_norm}, but each of {num_replicas} replicas would scale "
+                    "other rows, so their weights would differ; set it to None, or use one replica"
+                )
+
+
+def refuse_late_parameters(layers: nn.Module) -> None:
+    """Refuse parameters that fully_shard does not know, because they came after the pipeline.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for name, parameter in layers.named_parameters():
+        if not hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"layers.{name} came after the pipeline was made, and shard_replicas is True, so replicas would not "
+                "average its gradient; make a new Pipeline of all layers"
+            )
+
+
 def refuse_sharded(layers: nn.Sequential) -> None:
     """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients.
 
@@ -304,7 +338,7 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
     tied: names of parameters that several layers share.
 
     Raises:
-        ValueError: backwards are split, a layer is on the meta device, or parameters are tied.
+        ValueError: backwards are split, a layer is on the meta device, or parameters are tied or have hooks.
     """
     if any(task.kind is Kind.WEIGHT_GRADIENTS for own in tasks for task in own):
         raise ValueError(
@@ -316,6 +350,12 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
         if is_meta(layer):
             raise ValueError(
                 f"layer {index} is on the meta device and shard_replicas is True; build the layers on the CPU"
+            )
+    for name, parameter in layers.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"layers.{name} has a hook and shard_replicas is True, but fully_shard makes other parameters of it; "
+                "register hooks after the pipeline is made"
             )
     if tied:
         raise ValueError(

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe.pipeline._compat import run_backward
+from gpipe.pipeline._compat import AnyBatchNorm, run_backward
 from gpipe.pipeline.autocast import without_autocast
-from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.cuda_graphs import LayerGraphs
@@ -52,7 +52,7 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
-from gpipe.pipeline.refusals import refuse_changed_inputs, refuse_changed_later
+from gpipe.pipeline.refusals import refuse_changed_inputs, refuse_changed_later, refuse_unconverted
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Stage:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
         current_layer: the one under way.
+        batch_norms: the converted ones of its layers, as the last step found them.
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         graphs: runs the layers as CUDA graphs; None runs them operation by operation.
@@ -134,8 +135,8 @@ class Stage:
         self._has_copies = False  # autocast's of this step's weights, with their graphs
         self._buffers = Buffers(self.layers, shared_buffers)
         self._hooks = ParameterHooks()
-        self._batch_norms = converted_batch_norms(self.layers.values())
-        discard(self._batch_norms)
+        self.batch_norms = converted_batch_norms(self.layers.values())
+        discard(self.batch_norms)
         self._kept: dict[int, _Kept] = {}
         self._waiting: dict[int, WeightGradients] = {}
         self.current_layer = CurrentLayer(index)
@@ -150,6 +151,10 @@ class Stage:
         self.seed_masks(step)
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
         self._buffers.start_step(chain(*modules.values()))
+        norms = [module for module in chain(*modules.values()) if isinstance(module, AnyBatchNorm)]
+        self.batch_norms = [norm for norm in norms if isinstance(norm, MicroBatchNorm)]
+        if len(self.batch_norms) < len(norms):
+            refuse_unconverted(nn.ModuleDict({str(i): layer for i, layer in self.layers.items()}))
         self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
         self._draws_only_from_torch = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
@@ -181,7 +186,7 @@ class Stage:
     def undo_step(self) -> None:
         """Make moving averages and other buffers what they were when the step began, and finish it."""
         self._hooks.give_back()
-        discard(self._batch_norms)
+        discard(self.batch_norms)
         self._buffers.undo_step()
         self.finish_step()
 
@@ -206,13 +211,13 @@ class Stage:
             if keep_graph or self._needs_whole_graph or not is_graphs:
                 raise
         self._needs_whole_graph = True
-        for norm in self._batch_norms:
+        for norm in self.batch_norms:
             norm.__dict__["fresh"] = ()
         return self._forward(micro_batch, inputs, keep_graph=False)
 
     def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
-        norms = self._batch_norms  # without any, a forward is what it is outside of a step
+        norms = self.batch_norms  # without any, a forward is what it is outside of a step
         phase = microbatch_phase(norms, recompute=False, synchronized=synchronized) if norms else NOTHING
         with self._buffers.moved(for_recomputation=not keep_graph) as buffers, phase:
             kept = _Kept(inputs, buffers, [None] * sum(inputs.differentiable), synchronized=synchronized)
@@ -234,7 +239,7 @@ class Stage:
             kept.synchronized.recompute()
         with (
             self._buffers.replaced(kept.buffers),
-            microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized),
+            microbatch_phase(self.batch_norms, recompute=True, synchronized=kept.synchronized),
         ):
             self._run_with_graph(micro_batch, kept)
 
@@ -257,7 +262,7 @@ class Stage:
         if kept.synchronized is not None:
             kept.synchronized.repeat()
         again = microbatch_phase(
-            self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
+            self.batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
@@ -334,7 +339,7 @@ class Stage:
         The layers are not compiled: the effect of each is then seen by itself.
         """
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
-        phase = microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized)
+        phase = microbatch_phase(self.batch_norms, recompute=True, synchronized=synchronized)
         with self._buffers.moved(for_recomputation=False), phase:
             return self._run_without_graph(micro_batch, inputs, look)
 

@@ -94,7 +94,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     output alone is returned as it is.
 
     Args:
-        model: may be in training or evaluation mode, also later.
+        model: may be in training or evaluation mode. Change that later by `train` and `eval` of the layers: those
+            of the model do not reach dropout in its own code.
         example: its input, a tensor; or a tuple of arguments; or a dict of keyword arguments. The examples are the
             first dimension of each tensor, unless `gpipe.split_along` or `gpipe.replicated` say otherwise. Only shapes
             and types are looked at, and nothing is computed.

@@ -279,16 +279,29 @@ def refuse(rank: int) -> dict[str, str]:
     tied[1].weight = tied[0].weight
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(4, 4))
+    hooked = nn.Sequential(nn.Linear(4, 4))
+    hooked[0].weight.register_hook(lambda gradient: gradient * 2)
     sharded = nn.Sequential(nn.Linear(4, 4))
     torch.distributed.fsdp.fully_shard(sharded[0], mesh=mesh["replica"])
     pipeline = make(nn.Sequential(nn.Linear(4, 4)))
     return {name: said(make, make_layers(), name) for name in sorted(SPLIT_SCHEDULES)} | {
         "tied": said(make, tied),
         "meta": said(make, meta),
+        "hooked": said(make, hooked),
         "sharded": said(make, sharded),
         "compile": said(pipeline.compile),
         "save": said(Saver, Path("nowhere"), pipeline),
+        "late": said(add_a_parameter, pipeline),
     }
+
+
+def add_a_parameter(pipeline: gpipe.Pipeline) -> None:
+    batch = torch.randn(4, 4), torch.arange(4)
+    pipeline.train_step(batch)
+    pipeline.evaluate(batch[0])
+    pipeline.train_step(batch)
+    pipeline.layers["0"].extra = nn.Parameter(torch.ones(4))
+    pipeline.train_step(batch)
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name(processes: ProcessPool) -> None:
@@ -299,6 +312,8 @@ def test_what_cannot_be_shared_out_is_refused_by_name(processes: ProcessPool) ->
         assert said["tied"].startswith("layers.0.weight is shared by several layers")
         assert said["meta"] == "layer 0 is on the meta device and shard_replicas is True; build the layers on the CPU"
         assert said["sharded"].startswith("layer 0 has parameters that fully_shard shares out")
+        assert said["hooked"].startswith("layers.0.weight has a hook and shard_replicas is True")
+        assert said["late"].startswith("layers.0.extra came after the pipeline was made, and shard_replicas is True")
         assert "do not compile" in said["compile"]
         assert "save the parts with torch.distributed.checkpoint" in said["save"]
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 class PipelineError(RuntimeError):
     """A step that could not be finished: no parameter and no moving average was updated.
 
+    Gradients may have a part of the mini-batch: set them to zero before you go on.
+
     Attributes:
         stage: the stage in which it happened; None where it concerns the whole step.
         micro_batch: the micro-batch that was under way; None outside of one.
@@ -25,9 +27,23 @@ class PipelineError(RuntimeError):
         self.micro_batch = micro_batch
         self.layer = layer
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let other processes be told, of a cause's type too: that one is made here, and its attributes stay here."""
+        if type(self).__name__ != PipelineError.__name__:
+            return _restore, (type(self), self.args, self.__dict__)
+        place = {"stage": self.stage, "micro_batch": self.micro_batch, "layer": self.layer}
+        return _restore, (PipelineError, self.args, place)
+
     def __str__(self) -> str:
         """Return the message as it is: some types of errors, such as KeyError, would quote it."""
         return str(self.args[0]) if self.args else ""
+
+
+def _restore(kind: type[PipelineError], args: tuple[Any, ...], attributes: dict[str, Any]) -> PipelineError:
+    found = kind.__new__(kind, *args)
+    found.args = args
+    found.__dict__.update(attributes)
+    return found
 
 
 def caused_by(error: Exception, message: str, **place: int | None) -> PipelineError:
