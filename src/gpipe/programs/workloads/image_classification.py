@@ -138,18 +138,21 @@ class ImageClassification(Workload):
         if folder is not None:
             if (other := self.describe_other_labels(folder)) is not None:
                 raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")
-            write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in self._sets["train"].class_names))
+            write_flushed(folder / CLASSES_FILE, self._describe_labels())
         return {}
 
     def describe_other_labels(self, folder: Path) -> str | None:
         """Say which class has another number than in the run in that folder."""
         path = folder / CLASSES_FILE
         if path.exists():
-            names = path.read_text(encoding="utf-8").splitlines()
-            for label, (there, here) in enumerate(zip_longest(names, self._sets["train"].class_names)):
+            names = path.read_bytes().decode().split("\n"), self._describe_labels().split("\n")
+            for label, (there, here) in enumerate(zip_longest(*names)):
                 if there != here:
-                    return f"class {label} is {there} in {path}, and {here} in the data"
+                    return f"class {label} is {there or 'none'} in {path}, and {here or 'none'} in the data"
         return None
+
+    def _describe_labels(self) -> str:
+        return "".join(f"{name}\n" for name in self._sets["train"].class_names)
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
