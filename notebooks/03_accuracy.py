@@ -172,7 +172,7 @@ show_answers(claims(records, paper), "pre-training helps")
 # models of several families. **Method:** five sizes of one family learn the photographs of clothes, each at the
 # learning rate that is best on images that are kept for it, and are then fine-tuned on 100 handwritten digits. The
 # axis of parameters is logarithmic; a point is a seed, and a bar the mean and a deviation to each side. For each seed,
-# a line through its five accuracies has a slope; the verdict draws seeds.
+# a line through its five accuracies has a slope; the verdict is over seeds.
 
 # %%
 sizes = {images: by_size for images, name in TRAINED.items() if (by_size := tuned_sizes(measured, name))}

@@ -138,13 +138,13 @@ show_answers(claims(records, paper), "multilingual model's gain")
 show_answers(claims(records, paper), "one model of 102 languages")
 
 # %% [markdown]
-# Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap
-# over seeds and languages; its 95 % interval stands beside it. The languages of this comparison have hundreds of pairs
+# Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict) over seeds and
+# languages; its 95 % interval stands beside it. The languages of this comparison have hundreds of pairs
 # where the paper's have ten thousand or more, and they share many of their English sentences. That helps a
 # multilingual model more than the paper's data would. The README has one row per language.
 #
-# **What would change the answer:** more seeds, which narrow the intervals, and languages with more text, where the
-# paper's gain ends.
+# **What would change the answer:** more seeds, longer trainings of the bilingual models, many of which still improved
+# at their last step, and languages with more text, where the paper's gain ends.
 #
 # ## 3. Deep or wide
 #

@@ -120,7 +120,7 @@ def draw_line(axis: plt.Axes, line: Line) -> None:
     found = [line.at(place) for place in places]
     axis.axhline(0, color="gray", linewidth=1)
     axis.plot(places, [interval.mean for interval in found], color=Color.MULTILINGUAL, linewidth=1.5)
-    if line.fewest > 1:
+    if len(line.fit.of_seeds) > 1:
         lows, highs = [interval.low for interval in found], [interval.high for interval in found]
         axis.fill_between(places, lows, highs, color=Color.MULTILINGUAL, alpha=0.2, linewidth=0)
     if line.change_of_sign is not None:

@@ -42,20 +42,19 @@ def test_the_interval_stands_beside_the_verdict() -> None:
 
 @pytest.mark.parametrize(("num_seeds", "num_parts"), [(3, 1), (6, 1), (3, 30), (6, 3)])
 @pytest.mark.parametrize("between_seeds", [0.0, 1.0], ids=["seeds alike", "seeds differ"])
-def test_without_an_effect_one_experiment_in_twenty_has_a_verdict(
-    num_seeds: int, num_parts: int, between_seeds: float, monkeypatch: pytest.MonkeyPatch
+def test_without_an_effect_at_most_one_experiment_in_twenty_has_a_verdict(
+    num_seeds: int, num_parts: int, between_seeds: float
 ) -> None:
-    monkeypatch.setattr("reproductions.verdict.NUM_DRAWS", 400)
     random = np.random.RandomState(1)
-    num_experiments, decided = 400, 0
+    num_experiments, decided = 2000, 0
     for _ in range(num_experiments):
         table = random.randn(num_seeds, num_parts) + between_seeds * random.randn(num_seeds, 1)
         table += random.randn(1, num_parts) if num_parts > 1 else 0
         gains = {seed: {str(part): value for part, value in enumerate(row)} for seed, row in enumerate(table)}
         found = over_seeds_and_parts(gains)
         decided += found is not None and found.verdict != "no difference found"
-    # Five in a hundred, and three standard deviations of this number of experiments.
-    assert decided / num_experiments <= 0.05 + 3 * sqrt(0.05 * 0.95 / num_experiments)
+    # Five in a hundred, and three standard deviations of this number of experiments; a test that never decides is none.
+    assert 0.01 <= decided / num_experiments <= 0.05 + 3 * sqrt(0.05 * 0.95 / num_experiments)
 
 
 def test_languages_that_differ_widen_the_interval() -> None:
