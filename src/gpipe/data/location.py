@@ -21,6 +21,11 @@ def refuse_root(name: str, root: str | Path | None) -> None:
         )
 
 
+def find_training_folder(root: Path) -> Path:
+    """Return root/train, or root where there is no such folder."""
+    return root / "train" if (root / "train").is_dir() else root
+
+
 class DataMissing(FileNotFoundError):
     """Data is missing: what was looked for, the expected tree, how to get it, and what works without it."""
 

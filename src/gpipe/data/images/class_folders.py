@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpipe.data.images.image_set import ImageFiles
+from gpipe.data.location import find_training_folder
 
 _FOLDERS = {"train": "train", "test": "val"}
 
 
 def count_class_folders(root: Path) -> int:
     """Return the number of folders in root/train, or in root where there is none."""
-    with os.scandir(_training_folder(root)) as entries:
+    with os.scandir(find_training_folder(root)) as entries:
         return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
-
-
-def _training_folder(root: Path) -> Path:
-    return root / "train" if (root / "train").is_dir() else root
 
 
 def check_own_folders(root: Path, share: float | None) -> None:
@@ -46,10 +43,10 @@ def check_own_folders(root: Path, share: float | None) -> None:
         )
     if (num_classes := count_class_folders(root)) < 2:
         raise ValueError(
-            f"data.root is {root}, which has {num_classes} folders of classes in {_training_folder(root)}, expected 2 "
-            "or more: sort your images into one folder per class."
+            f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, expected "
+            "2 or more: sort your images into one folder per class."
         )
-    for path in _training_folder(root).iterdir():
+    for path in find_training_folder(root).iterdir():
         if not _is_utf8(path.name):
             raise ValueError(
                 f"{str(path)!a} has a name that is not UTF-8, and runs keep the names of classes: rename it."
@@ -95,7 +92,7 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     check_own_folders(root, share)
     if share is None:
         return open_class_folders(root, split)
-    folder = _training_folder(root)
+    folder = find_training_folder(root)
     class_names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
     names, labels = _list_images(folder, class_names)
     kept = [

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe.data.images.image_set import SPLITS
-from gpipe.data.location import DataMissing, check_known
+from gpipe.data.location import DataMissing, check_known, find_training_folder
 from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
 
@@ -60,14 +60,10 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
             f"data.validation_share is {share:g}, but {folder / 'val'} has texts for evaluation: set "
             "data.validation_share=null, or rename that folder."
         )
-    for place in (_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
+    for place in (find_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
         if next(_files(place), None) is None:
             raise DataMissing(_explain(f"files that end with .txt in {place}"))
     return folder
-
-
-def _training_folder(root: Path) -> Path:
-    return root / "train" if (root / "train").is_dir() else root
 
 
 def _explain(looked_for: str) -> str:
@@ -112,7 +108,7 @@ def open_text_folder(
     """
     check_known("split", split, SPLITS)
     folder = check_text_folder(root, share)
-    paths = sorted(_files(_training_folder(folder) if share is not None else folder / _FOLDERS[split]))
+    paths = sorted(_files(find_training_folder(folder) if share is not None else folder / _FOLDERS[split]))
     tokens = _read_cached(folder, paths, tokenizer, share, split)
     found = TextSequences(tokens, sequence_length)
     if len(found) == 0:
