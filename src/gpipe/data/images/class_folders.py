@@ -43,8 +43,8 @@ def check_own_folders(root: Path, share: float | None) -> None:
         )
     if (num_classes := count_class_folders(root)) < 2:
         raise ValueError(
-            f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, expected "
-            "2 or more: sort your images into one folder per class."
+            f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, "
+            "expected 2 or more: sort your images into one folder per class."
         )
     for path in find_training_folder(root).iterdir():
         if not _is_utf8(path.name):
