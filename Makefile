@@ -29,16 +29,17 @@ test: .venv/development .venv/fairseq ## set up, then lint and run the tests, at
 	$(MAKE) --jobs 2 lint quicktest
 
 quicktest: .venv/development .venv/fairseq
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability and not slow"
 
-# The files of tests with a mark: to collect all the others takes a minute. In reverse, the many short tests of
+# The files of tests with one of some marks: to collect all the others takes a minute. In reverse, the many short tests of
 # end_to_end come last, and no worker is idle while another ends a long one.
-marked = $$(grep --recursive --files-with-matches --include="*.py" "mark\.$(1)" $(2) | sort --reverse)
+marked = $$(grep --recursive --extended-regexp --files-with-matches --include="*.py" "mark\.($(1))" $(2) | sort --reverse)
 # The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: ten to twenty minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability,tests)
+reliability: .venv/development .venv/fairseq ## set up, then kill, stop, starve and disconnect runs, and run slow tests
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "(reliability or slow) and not alone" \
+		$(call marked,reliability|slow,tests)
 	$(BIN)/python -m pytest --numprocesses 2 -m alone $(call marked,alone,tests/reliability)
-	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,tests --exclude-dir=reliability)
+	$(BIN)/python -m pytest --numprocesses 5 -m alone $(call marked,alone,tests --exclude-dir=reliability)
 
 gpu: .venv/development ## on a machine with GPUs: test and measure there, a quarter of an hour on one; again: go on
 	$(BIN)/python -m experiments.gpu

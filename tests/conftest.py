@@ -21,10 +21,12 @@ from tests.support.remembered_settings import remember_settings
 
 TESTS = Path(__file__).parent
 CONF = TESTS.parent / "conf"
-# What takes longest starts first: the last file leaves the other workers idle.
+# What takes longest starts first: the last file or group leaves the other workers idle.
 LONG = (
-    "reliability/test_histories.py", "programs", "documentation", "end_to_end", "simulated_cuda", "notebooks",
-    "tracing", "pipeline",
+    "reliability/test_faults.py", "documentation/test_commands.py", "reliability/test_first_hour.py",
+    "reliability/test_histories.py", "simulated_cuda/test_mutants.py", "simulated_cuda/test_rehearsal.py",
+    "reliability/test_many_hosts.py", "experiments/test_image_throughput.py", "programs", "documentation",
+    "end_to_end", "simulated_cuda", "notebooks", "tracing", "pipeline",
 )  # fmt: skip
 # Tests make much that a collection finds alive, such as configurations: a third of the time of composing one.
 gc.set_threshold(50_000, 20, 20)
@@ -45,8 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path))
 
 
-def pytest_collection_finish() -> None:
-    """Spare each later collection of garbage what is loaded and what was collected: it stays."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Check that groups are in force; spare each later collection of garbage what is loaded and collected: it stays."""
+    if session.config.getoption("loadgroup", False):  # a worker of pytest-xdist, which puts a group behind each name
+        alone = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        assert not alone, f"pytest-xdist does not keep groups together with pytest {pytest.__version__}"
     gc.collect()
     gc.freeze()
 

@@ -61,6 +61,7 @@ def run(installed: Path, program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_engine_works_from_the_wheel_and_loads_torch_alone(installed: Path) -> None:
     assert run(installed, ENGINE).splitlines() == ["True", "[]"]
 

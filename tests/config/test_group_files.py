@@ -107,6 +107,7 @@ def refusal_of(composed: DictConfig) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_choice_in_every_experiment_replaces_its_values_and_fits_or_is_refused(experiment: str) -> None:
     """All of them: the test above has samples of what Hydra then makes of the files."""

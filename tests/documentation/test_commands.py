@@ -250,6 +250,8 @@ def read_records() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (ROOT / "reproductions").rglob("*.*") if path.suffix != ".pyc"}
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("commands")  # one clone, in which one reads what another one left
 @pytest.mark.usefixtures("composer")
 @pytest.mark.parametrize(
     "command", [pytest.param(command, id=f"{path}: {command}") for command, path in COMMANDS.items()]

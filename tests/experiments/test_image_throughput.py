@@ -34,6 +34,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("image throughput")  # of one record
 def test_each_mode_and_code_is_measured(record: Record) -> None:
     grid = record.results["grid"]
     found = [(row["variant"], row["rematerialize"], row["code"], row["compiled"]) for row in grid]
@@ -45,6 +46,7 @@ def test_each_mode_and_code_is_measured(record: Record) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("image throughput")  # of one record
 def test_ours_is_shown_beside_torchgpipes_at_the_same_batch(record: Record) -> None:
     lines = image_throughput([record]).splitlines()[2:]
     ratios = [line.split(" | ")[-1].removesuffix(" |").strip() for line in lines]

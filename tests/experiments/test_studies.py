@@ -21,6 +21,7 @@ DATA = [f"data.{path.stem}" for path in sorted((FOLDER / "data").glob("make_*.py
 Publish = Callable[..., str]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", [*STUDIES, *DATA])
 def test_a_study_prints_its_help(study: str) -> None:
     done = run_program(f"experiments.{study}", "--help")

@@ -77,6 +77,7 @@ def words_of_round(choices: dict[str, list[str]], number: int) -> list[str]:
     return [*words, f"pipeline.stages_per_device={shared}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_of_every_enumerated_setting_trains(family: str, tmp_path: Path) -> None:
     choices = {

@@ -155,6 +155,7 @@ def test_bad_input_is_one_sentence(plan: Plan, overrides: list[str], said: str) 
     assert message.startswith(f"error: {said}") and "\n" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")))
 def test_a_dry_run_prints_what_the_planner_prints(
     plan: Plan,

@@ -73,7 +73,7 @@ CELLS = [
     (action, place, (row + PLACES.index(place)) % 3) for row, action in enumerate(WHERE) for place in WHERE[action]
 ]
 
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("faults")]  # most wait, beside others that compute
 
 
 @dataclass(frozen=True)

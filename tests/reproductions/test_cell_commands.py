@@ -29,6 +29,7 @@ def kinds_of_trainings() -> dict[str, Record]:
 KINDS = kinds_of_trainings()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", KINDS.values(), ids=list(KINDS))
 def test_a_printed_command_composes_the_recorded_training(record: Record) -> None:
     words = [word for word in shlex.split(cell_command(record))[2:] if not word.startswith("init_from=")]

@@ -118,6 +118,8 @@ def _compare(found: Answer, expected: Answer) -> str:
     return "; ".join(f"{name}: {found.value[name]}, not {expected.value[name]}" for name in differing)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("mutants")  # the unchanged scenarios run once
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_what_is_taken_out_is_noticed(mutant: Mutant, simulated: Machine) -> None:
     reason = EQUIVALENT.get(str(mutant))

@@ -31,6 +31,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("programs on GPUs")  # beside one run on the CPU
 @pytest.mark.parametrize(
     "settings",
     [["launch=one_process", "launch.device_threads=true"], ["launch=process_per_stage", "trainer.cuda_graphs=true"]],

@@ -41,6 +41,7 @@ ONE_FORWARD_ONE_BACKWARD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=["gpipe", "1f1b"])
 def test_gradients_are_those_of_one_process_and_the_same_bits_for_every_cut(
     layouts: tuple[Layout, ...], processes: ProcessPool
