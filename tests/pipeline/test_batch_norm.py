@@ -364,3 +364,32 @@ def test_a_weight_that_is_computed_trains() -> None:
     for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
     assert torch.equal(layers[1].running_mean, plain[1].running_mean)
+
+
+class Shifted(nn.BatchNorm1d):
+    """Takes an argument beside its input, as conditional batch norms do."""
+
+    def forward(self, input: Tensor, *, shift: Tensor) -> Tensor:  # noqa: A002 - the name that torch gave it
+        return super().forward(input) + shift
+
+
+class Conditional(nn.Module):
+    """Shifts by the first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Shifted(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, shift=x[:, :1])
+
+
+def test_a_batch_norm_may_take_arguments_by_their_names() -> None:
+    plain = nn.Sequential(Conditional())
+    layers = gpipe.convert_batch_norm(copy.deepcopy(plain))
+    batch = torch.randn(6, 3), torch.randn(6, 3)
+    assert torch.equal(copy.deepcopy(layers)(batch[0]), copy.deepcopy(plain)(batch[0]))
+    gpipe.Pipeline(layers, F.mse_loss, [1], 1).train_step(batch)
+    F.mse_loss(plain(batch[0]), batch[1]).backward()
+    assert torch.allclose(layers[0].norm.running_mean, plain[0].norm.running_mean)
+    assert torch.equal(layers[0].norm.weight.grad, plain[0].norm.weight.grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -218,6 +219,63 @@ class Late(Averages):
     def forward(self, x: Tensor) -> Tensor:
         self.training = len(x) == 2
         return super().forward(x)
+
+
+class Begins(nn.Module):
+    """Makes its moving average in its first forward."""
+
+    def __init__(self, *, is_declared: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        if is_declared:
+            self.register_buffer("average", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if getattr(self, "average", None) is None:
+            self.register_buffer("average", mean)
+        else:
+            self.average = 0.9 * self.average + mean
+        return self.linear(x) * (1 + self.average)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_buffer_that_the_forward_makes_is_refused_where_it_runs_again(is_declared: bool) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Begins(is_declared=is_declared))
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    expected = copy.deepcopy(layers)
+    for _ in range(2):  # nothing is left behind
+        with pytest.raises(
+            gpipe.PipelineError, match=r"the forward made the buffer layers\.1\.average, which a recomp"
+        ):
+            gpipe.Pipeline(layers, F.mse_loss, [2], 1).train_step(batch)
+    gpipe.Pipeline(layers, F.mse_loss, [2], 1, rematerialize="never").train_step(batch)
+    gpipe.Pipeline(layers, F.mse_loss, [2], 1).train_step(batch)  # it is there now
+    for _ in range(2):
+        F.mse_loss(expected(batch[0]), batch[1]).backward()
+    assert torch.equal(layers[1].average, expected[1].average)
+
+
+class Scales(nn.Module):
+    """Multiplies by a buffer that it has just changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(x.mean(0))
+        return x * self.scale
+
+
+def test_what_a_later_micro_batch_changes_that_a_kept_graph_needs_is_an_error_with_a_remedy() -> None:
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    with pytest.raises(gpipe.PipelineError, match=r"changed a buffer or a weight in a later micro-batch: let its forw"):
+        gpipe.Pipeline(nn.Sequential(Scales()), F.mse_loss, [1], 2, rematerialize="never").train_step(batch)
+    gpipe.Pipeline(nn.Sequential(Scales()), F.mse_loss, [1], 2).train_step(batch)
 
 
 def test_a_buffer_that_begins_to_change_within_a_step_is_refused_where_it_must_be_known() -> None:

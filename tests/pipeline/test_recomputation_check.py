@@ -26,10 +26,11 @@ class Scales(nn.Module):
 
 
 class Halves(nn.Module):
-    """Returns a pair, of which one is complex and one of integers."""
+    """Returns parts, of which one is complex and not yet conjugated, one of integers, and one without elements."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor | None]:
-        return {"complex": torch.complex(x, x), "integers": (x > 0).long(), "none": None, "same": x}
+        parts = {"complex": torch.complex(x, x).conj(), "integers": (x > 0).long(), "none": None, "same": x}
+        return {**parts, "empty": x[:, :0]}
 
 
 class First(nn.Module):

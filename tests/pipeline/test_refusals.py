@@ -146,6 +146,16 @@ def test_outputs_without_the_examples_first_are_refused_in_an_evaluation() -> No
         pipeline.evaluate(batch()[0])
 
 
+def test_outputs_without_the_examples_first_are_refused_before_anything_has_moved() -> None:
+    norm = nn.BatchNorm1d(3)
+    pipeline = build(
+        gpipe.convert_batch_norm(nn.Sequential(norm, nn.Linear(3, 5), Turned())), loss=lambda y, _: y.sum()
+    )
+    with refused("an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need"):
+        pipeline.train_step(batch(), return_outputs=True)
+    assert pipeline.step == 0 and norm.num_batches_tracked == 0 and not norm.running_mean.any()
+
+
 class Turned(nn.Module):
     """Returns the examples last."""
 
@@ -197,7 +207,11 @@ def test_gradients_that_depend_on_how_often_a_token_occurs_are_refused(kind: typ
         build(nn.Sequential(kind(7, 3, scale_grad_by_freq=True), nn.Linear(3, 3)))
     build(nn.Sequential(kind(7, 3, max_norm=1.0), nn.Linear(3, 3)))
     with refused("layers.0 has max_norm=1.0, but each of 2 replicas would scale other rows, so their weights would"):
-        refuse_embeddings(nn.Sequential(kind(7, 3, max_norm=1.0)), 2)
+        refuse_embeddings(nn.Sequential(kind(7, 3, max_norm=1.0)), 2, [])
+    tied = nn.Sequential(kind(7, 3, max_norm=1.0), nn.Linear(3, 7, bias=False))
+    tied[1].weight = tied[0].weight
+    with refused("layers.0 has max_norm=1.0, but other layers share its weight, and their copies would not be scaled;"):
+        build(tied)
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])

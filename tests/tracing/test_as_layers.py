@@ -117,6 +117,26 @@ def test_a_tied_parameter_stays_one_in_a_pipeline(name: str, names: set[str]) ->
     assert {layers.model_names[place.removeprefix("layers.")] for tied in pipeline.ties for place in tied} <= names
 
 
+@pytest.mark.parametrize("name", ["two inputs", "GPT-2"])
+def test_a_state_dict_reaches_all_copies_that_a_pipeline_made_of_a_tied_parameter(name: str) -> None:
+    model, other = build(name), build(name)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    layers = gpipe.as_layers(model, MODELS[name][1](2))
+    pipeline = gpipe.Pipeline(layers, loss, [1, len(layers) - 1], 1)
+    layers.load_model_state_dict(other.state_dict())
+    batch = MODELS[name][1](4)
+    found = tensors_of(pipeline.evaluate(batch))
+    assert all(map(torch.equal, found, tensors_of(call(gpipe.as_layers(other, batch).eval(), batch))))
+
+
+def test_some_of_the_layers_are_a_plain_sequence() -> None:
+    layers = gpipe.as_layers(build("ResNet"), images())
+    some = layers[1:3]
+    assert type(some) is nn.Sequential and list(some) == [layers[1], layers[2]]
+
+
 class Siamese(nn.Module):
     """Compares two inputs by one network with a batch norm, which sees both."""
 

@@ -414,6 +414,68 @@ def test_a_tensor_that_code_makes_and_fills_is_refused(how: str) -> None:
         gpipe.as_layers(Filling(how), torch.randn(3, 4))
 
 
+class Accumulates(nn.Module):
+    """Changes a tensor that it is given."""
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.mean(0)
+        return x * total
+
+
+class Fills(nn.Module):
+    """Makes a tensor, which a submodule or a function changes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.accumulates = how, nn.Linear(4, 4), Accumulates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.how == "submodule":
+            return self.accumulates(y, torch.zeros(4))
+        places = (y.argmax(1),)
+        return y * torch.index_put_(torch.zeros(4), places, torch.ones(()), accumulate=True)
+
+
+@pytest.mark.parametrize("how", ["submodule", "function"])
+def test_a_tensor_that_code_makes_and_lets_another_fill_is_refused(how: str) -> None:
+    with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):
+        gpipe.as_layers(Fills(how), torch.randn(3, 4))
+
+
+class OddNames(nn.Module):
+    """Has buffers of names that layers give to what they add, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        for number, name in enumerate(("constant_0", "unused_0", "other")):
+            self.register_buffer(name, torch.full((3,), 2.0 + number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * torch.tensor([1.0, 2.0, 3.0]) + self.constant_0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+def test_names_of_a_model_are_its_own_whatever_layers_add() -> None:
+    model, x = OddNames(), torch.randn(5, 3)
+    layers = gpipe.as_layers(model, x[:2])
+    assert torch.equal(layers(x), model(x))
+    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    found = layers.model_state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_model_with_a_backward_hook_is_refused(register: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    getattr(model, register)(lambda *_: None)
+    with pytest.raises(TracingError, match=r"^Sequential has backward hooks, which layers would not call; remove them"):
+        gpipe.as_layers(model, torch.randn(2, 4))
+
+
 def test_a_tensor_made_from_another_may_be_filled() -> None:
     model, x = Filling("of another"), torch.randn(5, 4)
     layers = gpipe.as_layers(model, x[:2])

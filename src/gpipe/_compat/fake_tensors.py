@@ -40,6 +40,11 @@ _REFORMING = torch.Tag.inplace_view  # changes the shape or the memory of what i
 _Key: TypeAlias = tuple[Any, ...]
 
 
+def is_fake(value: object) -> bool:
+    """Return whether something is a tensor without data, of torch's kind."""
+    return isinstance(value, FakeTensor)
+
+
 class _Shape(NamedTuple):
     """A tensor that an operation returns in memory of its own."""
 

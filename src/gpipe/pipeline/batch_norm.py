@@ -111,7 +111,7 @@ class MicroBatchNorm(AnyBatchNorm):
     seen: tuple[Any, ...] = ()  # of the step's micro-batches before it
     is_torchs_own = False  # whether the class that was converted is one of torch's own
 
-    def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
         """Normalise; the shapes are those of the layer that was converted.
 
         Raises:
@@ -121,7 +121,7 @@ class MicroBatchNorm(AnyBatchNorm):
         buffers, parameters, attributes = self._buffers, self._parameters, self.__dict__
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
         if _synchronized is not None and self.training:
-            normalized: Tensor = _synchronized.forward(self, input, *args)
+            normalized: Tensor = _synchronized.forward(self, input, *args, **kwargs)
             return normalized
         if self.training and self.is_torchs_own and input.ndim > 1 and input.numel() == input.shape[1]:
             raise ValueError(
@@ -130,7 +130,7 @@ class MicroBatchNorm(AnyBatchNorm):
             )
         phase = _find_phase()
         if phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
-            unchanged: Tensor = super().forward(input, *args)
+            unchanged: Tensor = super().forward(input, *args, **kwargs)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
         # unbiased variance: no second pass over the input. A recomputation needs neither; but without weights, their
@@ -148,18 +148,18 @@ class MicroBatchNorm(AnyBatchNorm):
             self._check_input_dim(input)  # type: ignore[no-untyped-call]
             output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         else:  # the forward of any subclass
-            output = self.forward_with(mean, variance, input, *args)
+            output = self.forward_with(mean, variance, input, *args, **kwargs)
         if phase is _FORWARD:
             attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
         return output
 
-    def forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any) -> Tensor:
+    def forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the plain layer's forward with other buffers, which get the statistics of its input."""
         kept_buffers, momentum = dict(self._buffers), self.__dict__["momentum"]
         self._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
         self.__dict__["momentum"] = 1.0
         try:
-            output: Tensor = super().forward(*args)
+            output: Tensor = super().forward(*args, **kwargs)
         finally:
             self._buffers.update(kept_buffers)
             self.__dict__["momentum"] = momentum
@@ -173,7 +173,8 @@ class MicroBatchNorm(AnyBatchNorm):
 def convert_batch_norm(module: nn.Module) -> nn.Module:
     """Convert every batch norm below (or at) `module`, in place; names, weights and state_dict stay the same.
 
-    Works on nn.BatchNorm1d, 2d, 3d and on subclasses of them, such as timm's BatchNormAct2d.
+    Works on nn.BatchNorm1d, 2d, 3d and on subclasses of them, such as timm's BatchNormAct2d; not on those that look at
+    their moving averages in training, such as batch renormalisation, which find others in a step.
 
     Returns:
         The module itself.

@@ -39,6 +39,7 @@ class Buffers:
     def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
         self._layers, self._shared = layers, shared
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
+        self._watched: dict[int, nn.Module] = {}  # those that may get new ones: all of them, in the first forward ever
         self._places: list[BufferPlace] = []
         self._moving: Iterable[BufferPlace] | None = (
             None  # those that forwards change; None before a step's first forward
@@ -50,8 +51,12 @@ class Buffers:
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Begin a training step with the buffers of all modules of the layers, which may have got others."""
         self._moving, self._start = None, {}
+        is_first = self._silent is None
+        modules = list(modules) if is_first else modules
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
+        others = {id(m): m for m in modules if not m._buffers} if is_first else {}
+        self._watched = self._modules | others
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
@@ -59,10 +64,12 @@ class Buffers:
         After an error in the body they are as they were.
 
         Raises:
-            ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
-                before: the forward cannot be repeated, as a recomputation has to.
+            ValueError: a buffer changed that was not there, or did not in the step's first micro-batch, so that nobody
+                knows its value before: the forward cannot be repeated, as a recomputation has to.
         """
-        return self._moved(for_recomputation=for_recomputation) if self._places else _NO_COPIES
+        if not self._places and self._silent is not None:
+            return _NO_COPIES
+        return self._moved(for_recomputation=for_recomputation)
 
     @contextmanager
     def _moved(self, *, for_recomputation: bool) -> Iterator[BufferCopies]:
@@ -81,6 +88,8 @@ class Buffers:
             if buffer is not before.get(place) or buffer._version != versions[place]
         }
         if is_first:
+            if for_recomputation:
+                self._refuse_new(before, snapshot)
             if self._silent is None:  # compared once: on a GPU it takes a wait per buffer
                 current = self._current(snapshot.keys() - changed)
                 self._silent = {p for p, buffer in current.items() if not torch.equal(buffer, snapshot[p])}
@@ -102,6 +111,22 @@ class Buffers:
                 f"the buffer {min(map(self._name, late))} changed in this micro-batch, but not in the step's first "
                 "one; let it change in all micro-batches or in none, or set rematerialize='never'"
             )
+
+    def _refuse_new(self, before: Mapping[BufferPlace, Tensor], snapshot: BufferCopies) -> None:
+        for owner, module in self._watched.items():
+            for name, buffer in module._buffers.items():
+                if buffer is None or (owner, name) in before:
+                    continue
+                said = self._name((owner, name))
+                if (owner, name) in self._places:
+                    module._buffers[name] = None
+                else:
+                    delattr(module, name)
+                self._restore(snapshot)
+                raise ValueError(
+                    f"the forward made the buffer {said}, which a recomputation would find made; give it its first "
+                    "value where the layer is made, run the layer once before, or set rematerialize='never'"
+                )
 
     def replaced(self, snapshot: BufferCopies) -> AbstractContextManager[None]:
         """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""

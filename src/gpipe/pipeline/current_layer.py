@@ -10,6 +10,12 @@ from torch.autograd.graph import Node
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.microbatch import Payload
 
+_CHANGED = "modified by an inplace operation"  # torch's words
+_CHANGED_LATER = (
+    "; where the model alone trains, a layer changed a buffer or a weight in a later micro-batch: let its forward use "
+    "a copy (.clone()) of what it changes, or set rematerialize='always'"
+)
+
 
 class CurrentLayer:
     """The layer of a stage that is under way.
@@ -58,5 +64,6 @@ class CurrentLayer:
         layer, module = self.at
         doing = "loss" if module is None and layer > 0 and doing not in ("backward", "input gradients") else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
+        text += _CHANGED_LATER if _CHANGED in str(error) else ""
         layer_index = None if module is None else layer
         return caused_by(error, text, stage=self._stage, micro_batch=micro_batch, layer=layer_index)

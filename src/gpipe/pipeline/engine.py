@@ -168,7 +168,7 @@ class Pipeline(LayerExecution):
         self._is_loss_known = False  # whether the graph of one was looked through
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
-        refuse_embeddings(layers, self.job.num_replicas)
+        refuse_embeddings(layers, self.job.num_replicas, [copy.full_name for group in tied.groups for copy in group])
         settings = {
             "synchronize_batch_norm": synchronize_batch_norm,
             "shard_replicas": shard_replicas,
@@ -308,13 +308,13 @@ class Pipeline(LayerExecution):
             self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
+            merged = self._merge(outputs, mini_batch)  # if that fails, nothing has moved
             totals, notes, is_skipped, norm = self._conclude(loss, note, given)
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
             step = self.step
             self._finish_step(is_skipped=is_skipped)
             timeline = None if clock is None else self._gather_timeline(clock)
-            merged = self._merge(outputs, mini_batch)
         return StepReport(
             step=step,
             loss=totals.pop("loss"),

@@ -49,8 +49,9 @@ _ODD = 0x2545F4914F6CDD1D  # spreads bits over 64; from Marsaglia's generators
 @torch.no_grad()
 def _hash(tensor: Tensor) -> int:
     """Return a number for a tensor's bits and their places; torch.hash_tensor is blind to places and to pairs."""
-    bits = tensor.contiguous().flatten().view(_INTEGERS.get(tensor.itemsize, torch.int64)).long()
+    bits = tensor.resolve_conj().resolve_neg().contiguous().flatten()
+    bits = bits.view(_INTEGERS.get(tensor.itemsize, torch.int64)).long()
     mixed = bits * _ODD
     mixed ^= mixed >> 29
-    mixed *= torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    mixed *= torch.arange(len(bits), device=bits.device) * 2 + 1
     return int(mixed.sum())

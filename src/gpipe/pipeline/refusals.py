@@ -284,8 +284,10 @@ def refuse_unconverted(layers: nn.Module) -> None:
             )
 
 
-def refuse_embeddings(layers: nn.Module, num_replicas: int) -> None:
-    """Refuse embeddings whose gradients or weights depend on all examples of a mini-batch at once.
+def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str]) -> None:
+    """Refuse embeddings whose gradients or weights depend on all examples of a mini-batch at once, or on other layers.
+
+    tied: the names of the parameters that several layers share, in the whole model.
 
     Raises:
         ValueError: naming the first such layer.
@@ -301,6 +303,11 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int) -> None:
                 raise ValueError(
                     f"layers.{name} has max_norm={module.max_norm}, but each of {num_replicas} replicas would scale "
                     "other rows, so their weights would differ; set it to None, or use one replica"
+                )
+            if module.max_norm is not None and f"layers.{name}.weight" in tied:
+                raise ValueError(
+                    f"layers.{name} has max_norm={module.max_norm}, but other layers share its weight, and their "
+                    "copies would not be scaled; set it to None, or tie no weights"
                 )
 
 

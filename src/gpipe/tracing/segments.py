@@ -19,7 +19,7 @@ from gpipe.pipeline._compat import AnyBatchNorm
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.errors import TracingError, explain
 from gpipe.tracing.inputs import check_inputs, name_inputs
-from gpipe.tracing.tracer import Tracer, storage_of, trace
+from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
 # 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.
@@ -37,15 +37,16 @@ class TracedLayers(nn.Sequential):
 
     def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:
         super().__init__(*segments)
-        state = model.state_dict(keep_vars=True)
+        state = {name: part for name, part in model.state_dict(keep_vars=True).items() if isinstance(part, Tensor)}
         own = [(place, id(tensor)) for place, tensor in _named_tensors(self)]
         unused = {id(tensor): tensor for tensor in state.values()}
         for _, used in own:
             unused.pop(used, None)
         for number, (key, tensor) in enumerate(unused.items()):
             # The forward does not use it, and an export has it: the last layer keeps it.
-            segments[-1].register_buffer(f"unused_{number}", tensor.detach())
-            own.append((f"{len(segments) - 1}.unused_{number}", key))
+            unused_name = free_name(segments[-1], f"unused_{number}")
+            segments[-1].register_buffer(unused_name, tensor.detach())
+            own.append((f"{len(segments) - 1}.{unused_name}", key))
         first_place = {key: place for place, key in reversed(own)}
         first_name = {id(tensor): name for name, tensor in reversed(list(state.items()))}
         self.names = {name: first_place[id(tensor)] for name, tensor in state.items()}
@@ -80,8 +81,12 @@ class TracedLayers(nn.Sequential):
                     f"{name} has the shape {tuple(state[name].shape)}, but {tuple(tensor.shape)} in the model; give "
                     "this model's state dict"
                 )
-        for name, tensor in targets.items():
-            tensor.copy_(state[name])
+        for place, name in self.model_names.items():  # a pipeline has made copies of what several layers have
+            own[place].copy_(state[name])
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer; or some of them, in a plain sequence."""
+        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
 
 def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[nn.Module]] = ()) -> TracedLayers:
@@ -106,6 +111,11 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
             the line. A ValueError.
     """
+    if model._backward_hooks or model._backward_pre_hooks:
+        raise TracingError(
+            f"{type(model).__name__} has backward hooks, which layers would not call; remove them, or make the model a "
+            "submodule of another one"
+        )
     modes = {module: module.training for module in model.modules()}
     odd = {module for module, mode in modes.items() if mode != model.training}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones

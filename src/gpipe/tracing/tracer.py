@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe._compat.fake_tensors import QuickFakeTensorMode
+from gpipe._compat.fake_tensors import QuickFakeTensorMode, is_fake
 from gpipe._compat.flop_counts import FlopCounter
 from gpipe._compat.torch_description import tree_leaves, tree_map, unset_fake_temporarily
 from gpipe.pipeline.generators import HostGenerators, preserved_generators
@@ -54,6 +54,7 @@ def _travelling(outputs: Any) -> Any:
     return outputs
 
 
+_CHANGES_CONSTANT = "changes a tensor in place that it made itself; make it from another, as x.new_zeros does"
 _CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -195,7 +196,7 @@ class Tracer(fx.Tracer):
         if isinstance(a, TracedMode):
             return self.create_node("get_attr", "training", (), {})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
-            name = f"constant_{len(self.constants)}"
+            name = free_name(self.root.get_submodule("model"), f"constant_{len(self.constants)}")
             self.constants[name] = a
             node = self.create_node("get_attr", name, (), {})
             self.values[node] = a
@@ -207,8 +208,10 @@ class Tracer(fx.Tracer):
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
         if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
-            raise Undecided("changes a tensor in place that it made itself; make it from another, as x.new_zeros does")
+            raise Undecided(_CHANGES_CONSTANT)
         bare = _bare((args, kwargs))
+        if kind in ("call_module", "call_function") and self._changes_constant(kind, target, bare):
+            raise Undecided(_CHANGES_CONSTANT)
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
@@ -231,6 +234,29 @@ class Tracer(fx.Tracer):
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
         return traced
+
+    def _changes_constant(self, kind: str, target: Any, bare: Any) -> bool:
+        """Return whether an operation changes a tensor that the model's code made out of nothing."""
+        made: dict[int, Tensor] = {}
+
+        def describe(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or is_fake(leaf):
+                return leaf
+            return made.setdefault(id(leaf), self._fake.from_tensor(leaf.detach().clone()))
+
+        args, kwargs = tree_map(describe, bare)
+        if not made:
+            return False
+        run = self.root.get_submodule(target).forward if kind == "call_module" else target
+        self._is_running = True
+        try:
+            with self._fake, torch.no_grad():
+                run(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - such as a decision by the numbers that the tensor has
+            return False
+        finally:
+            self._is_running = False
+        return any(constant._version > 0 for constant in made.values())
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Return whether what a node gives depends on parameters that are trained."""
@@ -279,6 +305,13 @@ def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
     name = target if isinstance(target, str) else "__setitem__"
     changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return changes and issubclass(type(args[0]), Tensor)
+
+
+def free_name(module: nn.Module, name: str) -> str:
+    """Return a name, with more underscores behind it where the module has an attribute of that name."""
+    while hasattr(module, name):
+        name += "_"
+    return name
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -182,3 +182,11 @@ def test_a_tied_group_is_found_once_for_any_number_of_layers() -> None:
         [*MATRIX],
     ]
     assert TiedParameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).groups == ()
+
+
+def test_a_copy_has_the_attributes_of_the_parameter() -> None:
+    layers = tied_layers()
+    layers[0].weight.no_decay = True
+    pipeline = pipeline_of(layers)
+    named = dict(pipeline.named_parameters())
+    assert {name for name, parameter in named.items() if getattr(parameter, "no_decay", False)} == set(TABLE)

@@ -135,7 +135,7 @@ class SynchronizedMicroBatch:
         self._is_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can wait for other processes
-    def forward(self, norm: MicroBatchNorm, *args: Any) -> Tensor:
+    def forward(self, norm: MicroBatchNorm, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward of a batch norm.
 
         Raises:
@@ -157,7 +157,7 @@ class SynchronizedMicroBatch:
             return normalized
 
         with _InPlaceOfBatchNorm(normalize) as replacement:
-            output = norm.forward_with(norm.running_mean, norm.running_var, *args)
+            output = norm.forward_with(norm.running_mean, norm.running_var, *args, **kwargs)
         if replacement.num_calls == 0:
             raise TypeError(
                 f"{type(norm).__bases__[1].__name__} does not call torch.nn.functional.batch_norm, which alone can be "

@@ -149,6 +149,7 @@ class TiedParameters:
         value, parameter = self._parameter(first), self._parameter(member)
         if parameter is value:
             new = Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            new.__dict__.update(value.__dict__)  # such as what an optimizer groups parameters by
             replace_parameter(self._layers[member.layer], parameter, new)
         elif not (value.is_meta or parameter.is_meta):  # they were separated for an earlier pipeline
             parameter.copy_(value)
@@ -292,8 +293,8 @@ class TiedGradients:
                 if of_all[other] != of_all[first]:
                     raise ValueError(
                         f"{first} and {other} are copies of one tied parameter and were not equal when the step began; "
-                        "give an optimizer all of pipeline.parameters(), the copies (pipeline.ties) in one group, and "
-                        "change values in all of them"
+                        "give an optimizer all of pipeline.parameters(), the copies (pipeline.ties) in one group, "
+                        "change values in all of them, and let no forward change one"
                     )
 
     def _find_copies(self) -> dict[Member, Parameter]:
