@@ -24,7 +24,7 @@ from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import RunConfig, to_plain
+from gpipe.config import RunConfig, read_yaml, to_plain
 from gpipe.data import DataMissing
 from gpipe.durable_files import write_flushed
 from gpipe.environment_secrets import redact
@@ -32,7 +32,7 @@ from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
 from gpipe.programs.jobs import Outcome, describe_best, read_jobs, summarize, write_outcome
-from gpipe.programs.resume import clear
+from gpipe.programs.resume import CONFIG_FILE, clear
 from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_records
 
 OVERRIDES_FILE = "overrides.txt"
@@ -172,12 +172,15 @@ def _lack_of_devices(run: RunConfig) -> str | None:
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:
-    """Return the record in a job's folder if it has the same settings."""
+    """Return the record in a job's folder if the job had the same settings.
+
+    They are compared as they were said: the record has what `auto` came to on its device.
+    """
     path = folder / RECORD_FILE
-    if not path.exists():
+    if not path.exists() or not is_reusable(read_yaml(folder / CONFIG_FILE), to_plain(run)):
         return None
     (record,) = read_records(path)
-    return record if is_reusable(record.config, to_plain(run)) else None
+    return record
 
 
 def _reason(folder: Path) -> str:
