@@ -300,6 +300,12 @@ def test_a_cluster_that_is_not_here_is_refused_before_the_first_job(monkeypatch:
         SweepEnd().on_multirun_start(config)
 
 
+def test_a_search_that_evaluates_nothing_is_refused_before_the_first_job() -> None:
+    words = ["+search=learning_rate", "trainer.evaluation.every_epochs=null"]
+    with pytest.raises(SystemExit, match=r"every_epochs and every_steps are null, but a search compares .*: set one"):
+        SweepEnd().on_multirun_start(compose("train", overrides=words, return_hydra_config=True))
+
+
 def test_a_launcher_without_a_sweep_is_refused() -> None:
     SweepEnd().on_run_start(compose("train", return_hydra_config=True))
     config = compose("train", overrides=["hydra/launcher=submitit_local"], return_hydra_config=True)

@@ -127,12 +127,18 @@ class SweepEnd(Callback):
             )
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a cluster or a reproduction that is not here before the first job starts."""
+        """Refuse what no job can do before the first one starts: a cluster or a reproduction that is not here."""
         launcher = str(OmegaConf.select(config, "hydra.launcher._target_"))
         if launcher.endswith(".SlurmLauncher") and which("srun") is None:
             raise SystemExit(
                 "error: hydra/launcher starts jobs of SLURM, but this machine has no srun: start train.py on a login "
                 "node of the cluster, or set hydra/launcher=submitit_local to try it here."
+            )
+        evaluation = OmegaConf.select(config, "trainer.evaluation")
+        if _is_search(config) and (evaluation.every_epochs, evaluation.every_steps) == (None, None):
+            raise SystemExit(
+                "error: trainer.evaluation.every_epochs and every_steps are null, but a search compares the top-1 of "
+                "its trials: set one of them, such as trainer.evaluation.every_epochs=1."
             )
         runs = Path(config.hydra.runtime.cwd) / "reproductions" / f"{config.reproduction}" / "runs.jsonl"
         if config.reproduction is not None and not (find_spec("reproductions") and runs.exists()):
@@ -146,7 +152,7 @@ class SweepEnd(Callback):
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         summarize(folder, jobs)
-        if str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper"):
+        if _is_search(config):
             print(describe_best(jobs), flush=True)
         if config.reproduction is not None:
             from reproductions.additions import add_jobs  # no training waits for the tables of all pages
@@ -158,6 +164,10 @@ class SweepEnd(Callback):
             print(f"The records, and why jobs did not run, are in reproductions/{config.reproduction}.", flush=True)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
+
+
+def _is_search(config: DictConfig) -> bool:
+    return str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper")
 
 
 def _lack_of_devices(run: RunConfig) -> str | None:
