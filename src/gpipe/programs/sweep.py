@@ -25,6 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, read_yaml, to_plain
+from gpipe.config.plan import PlanConfig
 from gpipe.data import DataMissing
 from gpipe.durable_files import write_flushed
 from gpipe.environment_secrets import redact
@@ -127,7 +128,11 @@ class SweepEnd(Callback):
             )
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse what no job can do before the first one starts: a cluster or a reproduction that is not here."""
+        """Refuse what no job can do before the first one starts, such as to reach a cluster that is not here."""
+        if OmegaConf.get_type(config) is PlanConfig:
+            raise SystemExit(
+                "error: -m, or hydra.mode=MULTIRUN, asks for a sweep, expected one plan: start plan.py once for each."
+            )
         launcher = str(OmegaConf.select(config, "hydra.launcher._target_"))
         if launcher.endswith(".SlurmLauncher") and which("srun") is None:
             raise SystemExit(
