@@ -1,7 +1,5 @@
 """Say what a run would need and how fast it would run on hardware you do not have. See `--help`."""
 
-import sys
-
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -32,8 +30,5 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with report_errors():
-        if {"-m", "--multirun"} & {*sys.argv}:
-            raise ConfigError("-m asks for a sweep, expected one plan: start plan.py once for each.")
     with report_hydra_errors():
         main()

@@ -9,9 +9,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe.records import append_record, write_records
-from reproductions import ROOT, RUNS_FILE, faults
-from reproductions.additions import read_run
+from gpipe.launch.errors import report_errors
+from gpipe.records import write_records
+from reproductions import FOLDER, ROOT, faults
+from reproductions.additions import add_records, read_run
 from reproductions.pages import write_pages
 
 
@@ -25,11 +26,19 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
     replace = commands.add_parser("faults", help="replace the record of the tests of faults first")
     replace.add_argument("rows", type=Path, help="the file that make reliability wrote (GPIPE_FAULT_RECORDS)")
     options = parser.parse_args(arguments)
-    if options.command == "add":
-        append_record(options.claim / RUNS_FILE, read_run(options.run))
-    elif options.command == "faults":
-        write_records(root / faults.RECORDS, [faults.read_record(options.rows)])
+    with report_errors():
+        if options.command == "add":
+            _add(options.run, options.claim, root)
+        elif options.command == "faults":
+            write_records(root / faults.RECORDS, [faults.read_record(options.rows)])
     write_pages(root)
+
+
+def _add(run: Path, claim: Path, root: Path) -> None:
+    """Add the record of a run to a claim, unless it is there already."""
+    if not claim.is_dir() or claim.resolve().parent != (root / FOLDER).resolve():
+        raise ValueError(f"{claim} is not the folder of a claim, expected one in {root / FOLDER}: correct its name.")
+    add_records(claim.resolve().name, [read_run(run)], root)
 
 
 if __name__ == "__main__":

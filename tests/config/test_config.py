@@ -274,6 +274,22 @@ def test_the_folder_of_a_job_can_be_typed_and_is_found_again(tmp_path: Path) -> 
     assert len({folder(0, f"{'k' * 150}.x={value * 150}") for value in "12"}) == 2
 
 
+@pytest.mark.parametrize(
+    ("group", "names"), [("launch", ("one_process", "process_per_stage")), ("tracking", ("offline", "disabled"))]
+)
+def test_what_changes_no_result_is_in_the_names_of_folders_if_a_sweep_varies_it(
+    group: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    def folder(command: str, *task: str) -> str:
+        root = compose("train", overrides=[*task, f"hydra.sweep.dir={tmp_path}"], return_hydra_config=True)
+        return job_folder(root.hydra.job.override_dirname, command, _root_=root)
+
+    found = {folder(f"-m\0seed=0,1\0{group}={','.join(names)}", f"{group}={name}", "seed=1") for name in names}
+    assert len(found) == 2
+    one = f"{group}={names[0]}"
+    assert folder(f"-m\0seed=0,1\0{one}", one, "seed=1") == folder("-m\0seed=0,1", "seed=1") == "00_seed1_bb8c5544"
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_begins_with_its_command_cost_and_result(name: str) -> None:
     text = (CONF / "experiment" / f"{name}.yaml").read_text()

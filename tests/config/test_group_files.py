@@ -72,6 +72,9 @@ class Merged:
     def load_config(self, path: str) -> ConfigResult | None:
         return self._files[path]
 
+    def group_exists(self, group: str) -> bool:
+        return (CONF / group).is_dir()
+
     def sections_left(self, *words: str) -> list[set[str]]:
         """Return what sections the files still have when later choices have removed theirs."""
         for path, sections in self._sections.items():
@@ -154,6 +157,15 @@ def test_to_choose_the_file_that_is_chosen_anyway_changes_nothing() -> None:
         "pipeline=gpipe",
     ]
     assert raw(*words) == raw(words[0])
+
+
+@pytest.mark.parametrize(
+    "word", ["ema.decay=0.5", "schedule.name=constant", "trainer.max_steps=1", "model.num_filters=8"]
+)
+def test_a_dict_changes_what_it_names_and_leaves_the_rest_of_its_section(word: str) -> None:
+    section, _, inside = word.partition(".")
+    experiment = "+experiment=amoebanet_imagenet_laptop"
+    assert raw(experiment, f"{section}={{{inside.replace('=', ':')}}}") == raw(experiment, word)
 
 
 def test_a_choice_in_an_inheriting_experiment_replaces_what_the_parent_says() -> None:

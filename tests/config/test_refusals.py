@@ -83,6 +83,16 @@ def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
     assert "\n" not in message.strip()
 
 
+@pytest.mark.parametrize("key", ["seed", "trainer", "trainer.max_steps", "model"])
+def test_to_delete_a_setting_is_refused_in_one_sentence(key: str) -> None:
+    sentence = f"~{key} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."
+    assert refusal_of(f"~{key}").strip() == sentence
+
+
+def test_what_is_no_setting_may_be_deleted() -> None:
+    assert run_of("~debug", "~hydra/callbacks") == run_of()
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300])
 @pytest.mark.parametrize(
     "overrides",

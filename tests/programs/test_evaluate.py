@@ -84,6 +84,9 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder: Path, overrid
         (["data.num_workers=5"], {"data.num_workers": 5}),
         (["pipeline.num_microbatches=3"], {"pipeline.num_microbatches": 3}),
         (["trainer.evaluation.batch_size=7"], {"trainer.evaluation.batch_size": 7}),
+        (["trainer.evaluation={batch_size:7}"], {"trainer.evaluation.batch_size": 7}),
+        (["trainer={evaluation:{batch_size:7}}"], {"trainer.evaluation.batch_size": 7}),
+        (["data={num_workers:5}"], {"data.num_workers": 5}),
         (["data=mnist_5k"], {"data.name": "mnist_5k"}),
         (["data=mnist_5k", "data.image_size=40"], {"data.name": "mnist_5k", "data.image_size": 40}),
         (["pipeline=interleaved"], {"pipeline.schedule": "interleaved_1f1b", "pipeline.stages_per_device": 2}),
@@ -107,7 +110,9 @@ def test_the_command_line_changes_what_it_says_and_leaves_the_rest_as_it_was(
 
 
 @pytest.mark.usefixtures("composer")
-@pytest.mark.parametrize("word", ["model=amoebanet_b", "seed=3", "+experiment=transfer_laptop", "ema.decay=0.5"])
+@pytest.mark.parametrize(
+    "word", ["model=amoebanet_b", "seed=3", "+experiment=transfer_laptop", "ema.decay=0.5", "ema={decay:0.5}"]
+)
 def test_the_model_and_its_training_cannot_be_changed(word: str) -> None:
     saved = to_plain(to_run(compose("train")))
     with pytest.raises(ConfigError, match="is said beside evaluate"):

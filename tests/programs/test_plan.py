@@ -21,6 +21,7 @@ from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "trainer.evaluation.batch_size=16")
+NO_SWEEP = "error: -m, or hydra.mode=MULTIRUN, asks for a sweep, expected one plan: start plan.py once for each.\n"
 Plan = Callable[..., str]
 
 
@@ -218,7 +219,8 @@ def test_the_help_names_every_device_and_what_can_be_found() -> None:
     ("words", "said"),
     [
         (["num_devices=4"], "error: num_devices is 4, expected null without pipeline=auto: set that, or say how many"),
-        (["-m", "seed=0,1"], "error: -m asks for a sweep, expected one plan: start plan.py once for each.\n"),
+        (["-m", "seed=0,1"], NO_SWEEP),
+        (["hydra.mode=MULTIRUN", "seed=0,1"], NO_SWEEP),
     ],
 )
 def test_what_a_plan_would_ignore_is_refused(tmp_path: Path, words: list[str], said: str) -> None:

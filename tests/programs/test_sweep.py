@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
+from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.programs.folder_lock import hold
 from gpipe.programs.jobs import (
     OUTCOME_FILE,
@@ -24,6 +25,7 @@ from gpipe.programs.jobs import (
     summarize,
     write_outcome,
 )
+from gpipe.programs.precision import settle_precision
 from gpipe.programs.sweep import SweepEnd, run_job
 from gpipe.records import RECORD_FILE, make_record, write_record
 
@@ -54,7 +56,8 @@ class Training:
             (folder / "error.txt").write_text(self.error)
             raise SystemExit(1)
         record = make_record(
-            kind="measured", command="x", experiment=run.name, config=to_plain(run), seed=run.seed,
+            kind="measured", command="x", experiment=run.name, seed=run.seed,
+            config=to_plain(settle_precision(run, ACCELERATORS["cpu"])),
             results={"top1": self.top1, "seconds": 90.0, "images_per_second": 12.0},
         )  # fmt: skip
         write_record(folder / RECORD_FILE, record)
@@ -78,6 +81,16 @@ def test_a_job_returns_its_top1_and_is_not_done_again(folder: Path) -> None:
         assert run_job(folder, OVERRIDES, "digits", run_of, training) == 0.75
     assert training.resumed_from == [None]
     assert outcome_in(folder) == Outcome("done", OVERRIDES, "digits")
+
+
+@pytest.mark.parametrize(
+    "word", ["trainer.autocast=auto", "trainer.evaluation.autocast=auto", "trainer.channels_last=null"]
+)
+def test_what_is_left_to_the_device_is_no_other_job(folder: Path, word: str) -> None:
+    training = Training()
+    for _ in range(2):
+        assert run_job(folder, OVERRIDES, "digits", lambda: run_of(word), training) == 0.75
+    assert len(training.resumed_from) == 1
 
 
 def test_where_it_runs_and_what_watches_it_is_no_other_job(folder: Path) -> None:
@@ -285,6 +298,12 @@ def test_a_cluster_that_is_not_here_is_refused_before_the_first_job(monkeypatch:
         SystemExit, match=r"this machine has no srun: start train.py on a login node of the cluster, or"
     ):
         SweepEnd().on_multirun_start(config)
+
+
+def test_a_search_that_evaluates_nothing_is_refused_before_the_first_job() -> None:
+    words = ["+search=learning_rate", "trainer.evaluation.every_epochs=null"]
+    with pytest.raises(SystemExit, match=r"every_epochs and every_steps are null, but a search compares .*: set one"):
+        SweepEnd().on_multirun_start(compose("train", overrides=words, return_hydra_config=True))
 
 
 def test_a_launcher_without_a_sweep_is_refused() -> None:

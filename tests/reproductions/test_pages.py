@@ -107,10 +107,33 @@ def test_a_run_is_added_and_shown(tmp_path: Path) -> None:
     append_record(run / "record.json", found)
     for readme in (folder / "README.md", tmp_path / "README.md"):
         readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
-    main(["add", str(run), str(folder)], tmp_path)
+    for _ in range(2):
+        main(["add", str(run), str(folder)], tmp_path)
+    assert read_records(folder / "runs.jsonl") == [found]
     row = "| AmoebaNet-B (3,16) | photographs, 64 px | 2 | 4 | 7 | 83.8% | 1.5 | 300 | 20.0% | 512 |"
     assert row in (folder / "README.md").read_text()
     assert row in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "claim", "said"),
+    [
+        ("nowhere", "reproductions/claim", "error: nowhere/record.json cannot be made or opened (No such file or"),
+        ("run", "reproductions/clam", "error: reproductions/clam is not the folder of a claim, expected one in "),
+        ("run", "run", "error: run is not the folder of a claim, expected one in "),
+    ],
+)
+def test_a_wrong_folder_is_told_in_a_sentence_and_none_is_made(
+    run: str, claim: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reproductions" / "claim").mkdir(parents=True)
+    write_record(tmp_path / "run" / RECORD_FILE, record(1))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit):
+        main(["add", run, claim], tmp_path)
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(said) and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_anew(tmp_path: Path) -> None:

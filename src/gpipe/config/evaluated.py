@@ -1,8 +1,9 @@
 """The settings of an evaluation: those of the training, and what the command line says of the data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config.checks import ConfigError
@@ -31,8 +32,9 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
     """
     plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
     plain["launch"] = _plain(composed, "launch")
-    for word in overrides:
-        key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    said = [(str(part.input_line), key) for part in parsed for key in _find_keys(part.key_or_group, part.value())]
+    for word, key in said:
         section = next((name for name in _SAYABLE if key == name or key.startswith(f"{name}.")), None)
         if section is None:
             if key.partition(".")[0] in _OTHERS:
@@ -59,6 +61,15 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             "data set with its classes."
         )
     return run
+
+
+def _find_keys(key: str, value: Any) -> Iterator[str]:
+    """Yield the key of a value, or the keys in it if it is a dict."""
+    if not isinstance(value, dict):
+        yield key
+        return
+    for name, inside in value.items():
+        yield from _find_keys(f"{key}.{name}", inside)
 
 
 def _plain(composed: DictConfig, section: str) -> dict[str, Any]:

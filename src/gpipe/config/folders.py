@@ -38,21 +38,24 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
     finds a folder of an earlier time, when the job may have had another number.
 
     Args:
-        overrides: the job's, key=value joined by commas, without those that change no result.
+        overrides: the job's, key=value joined by commas, without the keys that Hydra leaves out: they change no
+            result, and count only if the sweep varies them.
         command: what `command_words` returned.
         _root_: the job's settings, and Hydra's.
     """
-    digest, hydra = _digest(overrides), _root_.hydra
-    for earlier in sorted(Path(hydra.sweep.dir).glob(f"*_{digest}")):
-        return earlier.name
-    number = OmegaConf.select(hydra, "job.num")
+    hydra = _root_.hydra
     params = OmegaConf.to_container(hydra.sweeper.get("params") or OmegaConf.create())
     assert isinstance(params, dict)
     said = (*command.split("\0"), *("=".join(map(str, pair)) for pair in params.items()))
     shared = {word.lower() for word in said}  # by all jobs; in theirs Hydra writes True for true
-    label = "_".join(
-        _label(word) for word in hydra.overrides.task if word.lower() not in shared and word.lstrip("+") in overrides
-    )
+    own = [word for word in hydra.overrides.task if word.lower() not in shared]
+    left_out = OmegaConf.select(hydra, "job.config.override_dirname.exclude_keys") or ()
+    varied = [word for word in own if word.partition("=")[0] in left_out]
+    digest = _digest(",".join([overrides, *varied]))
+    for earlier in sorted(Path(hydra.sweep.dir).glob(f"*_{digest}")):
+        return earlier.name
+    number = OmegaConf.select(hydra, "job.num")
+    label = "_".join(_label(word) for word in own if word in varied or word.lstrip("+") in overrides)
     return f"{number or 0:02d}_{label[:_LONGEST_LABEL] or 'job'}_{digest}"
 
 

@@ -78,6 +78,8 @@ _FILES = {"output": "", "grid": "", "data.cache": "", "reproduction": _NAME}
 # What else runs code: variables such as LD_PRELOAD, lines of a shell, a function by its name.
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 
+_NO_SETTINGS = r"(hydra|experiment|search|debug)\b"  # of a run: files and Hydra's own, which may be left out
+
 _NOT_GIVEN = "<not given>"
 
 _compose = ConfigLoaderImpl.load_configuration
@@ -229,6 +231,7 @@ def _composed_and_checked(
 ) -> DictConfig:
     for override in overrides:  # before Hydra can complain of one and repeat it
         _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
+        _refuse_deletion(override)
     self.words = overrides  # type: ignore[attr-defined]  # for _merged_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
     refuse(composed, overrides)
@@ -309,6 +312,15 @@ def _refuse_secret(place: str, text: str) -> None:
         raise ConfigCompositionException(
             f"{'a setting' if find_secret(place) else place} has {what} in it, which would be written into the run's "
             "files: leave secrets in the environment, where the libraries that need them find them."
+        )
+
+
+def _refuse_deletion(override: str) -> None:
+    """Refuse to delete a setting: what reads it would fail on whatever comes first."""
+    key = override.removeprefix("~").partition("=")[0]
+    if override.startswith("~") and not re.match(_NO_SETTINGS, key):
+        raise ConfigCompositionException(
+            f"{override} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."
         )
 
 

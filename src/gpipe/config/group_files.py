@@ -60,8 +60,12 @@ def drop_replaced_values(defaults: Iterable[ResultDefault], repo: IConfigReposit
         group: value for overrides in (False, True) for loaded in files for group, value in _choices(loaded, overrides)
     }
     words_split = (word.lstrip("+").partition("=") for word in words)
-    # A choice of the file that is chosen anyway changes nothing.
-    chosen = {group for group, _, value in words_split if usual.get(group) != value}
+    # A choice of the file that is chosen anyway changes nothing; {key:value} chooses none, and is merged.
+    chosen = {
+        group
+        for group, _, value in words_split
+        if usual.get(group) != value and not value.lstrip().startswith("{") and repo.group_exists(group)
+    }
     for loaded in reversed(files):
         for section in chosen & {str(key) for key in loaded.config}:
             del loaded.config[section]

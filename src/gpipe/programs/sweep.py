@@ -24,7 +24,8 @@ from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import RunConfig, to_plain
+from gpipe.config import RunConfig, read_yaml, to_plain
+from gpipe.config.plan import PlanConfig
 from gpipe.data import DataMissing
 from gpipe.durable_files import write_flushed
 from gpipe.environment_secrets import redact
@@ -32,7 +33,7 @@ from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
 from gpipe.programs.jobs import Outcome, describe_best, read_jobs, summarize, write_outcome
-from gpipe.programs.resume import clear
+from gpipe.programs.resume import CONFIG_FILE, clear
 from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_records
 
 OVERRIDES_FILE = "overrides.txt"
@@ -127,12 +128,22 @@ class SweepEnd(Callback):
             )
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a cluster or a reproduction that is not here before the first job starts."""
+        """Refuse what no job can do before the first one starts, such as to reach a cluster that is not here."""
+        if OmegaConf.get_type(config) is PlanConfig:
+            raise SystemExit(
+                "error: -m, or hydra.mode=MULTIRUN, asks for a sweep, expected one plan: start plan.py once for each."
+            )
         launcher = str(OmegaConf.select(config, "hydra.launcher._target_"))
         if launcher.endswith(".SlurmLauncher") and which("srun") is None:
             raise SystemExit(
                 "error: hydra/launcher starts jobs of SLURM, but this machine has no srun: start train.py on a login "
                 "node of the cluster, or set hydra/launcher=submitit_local to try it here."
+            )
+        evaluation = OmegaConf.select(config, "trainer.evaluation")
+        if _is_search(config) and (evaluation.every_epochs, evaluation.every_steps) == (None, None):
+            raise SystemExit(
+                "error: trainer.evaluation.every_epochs and every_steps are null, but a search compares the top-1 of "
+                "its trials: set one of them, such as trainer.evaluation.every_epochs=1."
             )
         runs = Path(config.hydra.runtime.cwd) / "reproductions" / f"{config.reproduction}" / "runs.jsonl"
         if config.reproduction is not None and not (find_spec("reproductions") and runs.exists()):
@@ -146,7 +157,7 @@ class SweepEnd(Callback):
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         summarize(folder, jobs)
-        if str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper"):
+        if _is_search(config):
             print(describe_best(jobs), flush=True)
         if config.reproduction is not None:
             from reproductions.additions import add_jobs  # no training waits for the tables of all pages
@@ -158,6 +169,10 @@ class SweepEnd(Callback):
             print(f"The records, and why jobs did not run, are in reproductions/{config.reproduction}.", flush=True)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
+
+
+def _is_search(config: DictConfig) -> bool:
+    return str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper")
 
 
 def _lack_of_devices(run: RunConfig) -> str | None:
@@ -172,12 +187,15 @@ def _lack_of_devices(run: RunConfig) -> str | None:
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:
-    """Return the record in a job's folder if it has the same settings."""
+    """Return the record in a job's folder if the job had the same settings.
+
+    They are compared as they were said: the record has what `auto` came to on its device.
+    """
     path = folder / RECORD_FILE
-    if not path.exists():
+    if not path.exists() or not is_reusable(read_yaml(folder / CONFIG_FILE), to_plain(run)):
         return None
     (record,) = read_records(path)
-    return record if is_reusable(record.config, to_plain(run)) else None
+    return record
 
 
 def _reason(folder: Path) -> str:
