@@ -13,9 +13,9 @@ from torch import nn
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.planning.accelerator import ACCELERATORS
+from gpipe.planning.accelerator import ACCELERATORS, GIB
 from gpipe.programs import train as train_program
-from gpipe.programs.plan import start
+from gpipe.programs.plan import find_devices, start
 from gpipe.tracing.segments import TracedLayers, as_layers
 from tests.support.program_server import run_program
 
@@ -101,6 +101,14 @@ def test_devices_that_are_not_here_must_be_counted(tmp_path: Path) -> None:
     assert done.stderr == (
         "error: num_devices is null, expected how many h100 pipeline=auto may use: set num_devices=8, for example.\n"
     )
+
+
+@pytest.mark.usefixtures("plan")
+def test_the_pipeline_is_chosen_within_the_limits_of_the_device_at_hand_too() -> None:
+    words = ("launch.device=cpu", "memory_gib=0.05", "link_gb_per_second=2", "num_devices=2")
+    runs = (to_run(compose("plan", overrides=[f"device={name}", *words])) for name in ("auto", "cpu"))
+    auto, cpu = map(find_devices, runs)
+    assert auto == cpu and auto.room_bytes < 0.05 * GIB and auto.accelerator.link_bandwidth == 2e9
 
 
 def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
