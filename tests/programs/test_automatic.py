@@ -150,7 +150,27 @@ def test_a_run_says_what_was_chosen_and_trains(tmp_path: Path) -> None:
     assert "K=2 stages" in again.stdout
 
 
+@pytest.mark.parametrize(("choice", "words"), [("gpipe", ["pipeline=auto"]), ("auto", []), ("auto", ["pipeline=auto"])])
+def test_what_is_said_of_a_run_composes_to_it_whatever_the_experiment_sets(
+    choice: str, words: list[str], tmp_path: Path
+) -> None:
+    experiment = tmp_path / "experiment" / "mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text(
+        "# @package _global_\n"
+        f"defaults:\n  - override /pipeline: {choice}\n  - _self_\n"
+        f"pipeline: {{{'num_stages: 2, ' if choice == 'gpipe' else ''}partition_by: flops, partitions: [4, 5], "
+        "synchronize_batch_norm: true}\n"
+    )
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine", *SMALL[:-1], *words]
+    composed = compose("train", overrides=words)
+    run = to_run(choose_pipeline(composed, words, lambda _: devices(2)))
+    said = spell_out(composed, run, words)
+    assert "pipeline=auto" not in said
+    assert to_run(compose("train", overrides=said)) == run
+
+
 def test_words_without_auto_stay_as_they_are() -> None:
     composed = compose("train", overrides=[])
     assert not is_open(composed)
-    assert spell_out(to_run(composed), ["seed=3"]) == ["seed=3"]
+    assert spell_out(composed, to_run(composed), ["seed=3"]) == ["seed=3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.launch.devices import own_cores
 from gpipe.programs.complete import check_run_data, complete
 
@@ -173,23 +174,22 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def spell_out(run: RunConfig, words: Sequence[str]) -> list[str]:
-    """Return the words of the command line with what was chosen in the place of pipeline=auto.
+def spell_out(composed: DictConfig, run: RunConfig, words: Sequence[str]) -> list[str]:
+    """Return the words of the command line with what was chosen in the place of what was open.
 
-    So a record says how to repeat the run on any machine.
+    So a record says how to repeat the run on any machine. All settings of the pipeline are said: with pipeline=auto an
+    experiment's values of `pipeline:` do not count, and with pipeline=gpipe they may.
+
+    Args:
+        composed: by Hydra from the words.
+        run: the settings with what was chosen.
+        words: of the command line.
     """
-    if "pipeline=auto" not in words:
+    if not is_open(composed):
         return list(words)
-    pipeline, launch = run.pipeline, run.launch
-    values = {
-        "pipeline.num_stages": pipeline.num_stages,
-        "pipeline.num_microbatches": pipeline.num_microbatches,
-        "pipeline.schedule": pipeline.schedule.name,
-        "pipeline.stages_per_device": pipeline.stages_per_device,
-        "pipeline.rematerialize": pipeline.rematerialize.name,
-        "pipeline.memory_limit_bytes": pipeline.memory_limit_bytes,
-        "launch.num_replicas": launch.num_replicas,
-        "launch.num_processes": launch.num_processes,
-    }
-    kept = [word for word in words if word != "pipeline=auto" and word.partition("=")[0] not in values]
-    return [*kept, "pipeline=gpipe", *(f"{key}={value}" for key, value in values.items())]
+    plain = to_plain(run)
+    said = {f"pipeline.{key}": value for key, value in plain["pipeline"].items()}
+    said |= {f"launch.{key}": plain["launch"][key] for key in ("num_replicas", "num_processes")}
+    said = {key: value if isinstance(value, str) else json.dumps(value).replace(" ", "") for key, value in said.items()}
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in {"pipeline", *said}]
+    return [*kept, "pipeline=gpipe", *(f"{key}={value}" for key, value in said.items())]
