@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.cut import Cutter
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
@@ -38,6 +39,17 @@ def test_what_fits_and_what_would() -> None:
     needs = planner(0).peak_bytes(setting)
     assert planner(needs).fits(setting) and not planner(needs - 1).fits(setting)
     assert planner(needs - 1).remedies(setting) == ["K = 3", "M = 8"]
+
+
+@pytest.mark.parametrize(("schedule", "per_device"), [("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_a_model_that_no_cut_brings_within_the_limit_does_not_fit(schedule: str, per_device: int) -> None:
+    setting = Setting(2 * per_device, 4, schedule=schedule, stages_per_device=per_device)
+    speed = Speed(10.0, 10.0, 1e12, 1e3)
+    found = replace(planner(10**9), cut=Cutter("flops", "max", speed))
+    needs = found.peak_bytes(setting)
+    for limit in (needs, needs - 1):
+        limited = replace(found, cut=Cutter("flops", "max", speed, memory_limit_bytes=limit))
+        assert limited.fits(setting) == (limit == needs)
 
 
 def test_a_remedy_that_does_not_exist_is_not_named() -> None:

@@ -76,6 +76,16 @@ def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")
 
 
+def test_the_largest_is_found_within_a_memory_limit(plan: Plan) -> None:
+    """The limit lets cuts that exceed it be chosen otherwise, so no fewer layers fit than in as little memory."""
+    found = []
+    for limit in (f"pipeline.memory_limit_bytes={2**20}", f"memory_gib={2**-10}"):
+        said = plan(*SMALL, limit, "find=num_layers")
+        found += map(int, re.findall(r"^The largest num_layers that fits is (\d+)\.$", said, re.MULTILINE))
+    within, without = found
+    assert within >= without >= 3
+
+
 def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:
     plain, with_head = (plan(*SMALL, f"model.auxiliary_head={head}") for head in ("false", "true"))
     (number,) = re.findall(r"^([\d,]+) parameters\. All", plain, re.MULTILINE)

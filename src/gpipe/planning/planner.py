@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
-from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.cut import NoCutFits, partition_by_memory
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.profile import LayerProfile
@@ -101,9 +101,12 @@ class Planner:
         return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
-        """Return whether each device has room for what it needs."""
+        """Return whether each device has room for what it needs, within the limit of the cut if that has one."""
         room = self.accelerator.memory_bytes
-        return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
+        try:
+            return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
+        except NoCutFits:
+            return False
 
     def _find_least_peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device with the best cut by memory.
