@@ -71,10 +71,11 @@ def start(plan: PlanConfig) -> None:
         layers = workload_of(plan).layers()  # held meanwhile: it takes seconds to cut up another library's model
         if plan.calibrate:
             calibrate(plan)
-        calibration = find_calibration(plan, accelerator)
-        planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         if plan.find is not None:
             planner = _find_largest(plan, accelerator)
+        else:
+            calibration = find_calibration(plan, accelerator)
+            planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
         del layers
 
