@@ -124,10 +124,31 @@ def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=7, but nothing fits 4 x v100"):
-        choose("pipeline.num_stages=7")
+    with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=4, but nothing fits 4 x v100"):
+        choose("pipeline.num_stages=4", room_bytes=1024)
     with pytest.raises(ConfigError, match=r"^pipeline is auto, but nothing fits 4 x v100 with 9.54e-07 GiB each: use"):
         choose(room_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch.num_replicas=3"],
+        ["pipeline.num_stages=7"],
+        ["pipeline.num_stages=2", "launch.num_processes=1"],
+        ["trainer.batch_size=17", "pipeline.num_stages=2", "launch.num_replicas=2"],
+    ],
+)
+def test_what_does_not_divide_the_devices_is_named(words: list[str]) -> None:
+    size = 17 if "trainer.batch_size=17" in words else 16
+    count = 1 if "launch.num_processes=1" in words else 4
+    said = ", ".join(word for word in words if not word.startswith("trainer"))
+    with pytest.raises(ConfigError) as caught:
+        choose(*words)
+    assert str(caught.value) == (
+        f"pipeline is auto, with {said}, but that does not divide {count} x v100, and the {size} images of a planned "
+        "mini-batch, into equal parts: change it, or leave it to the planner."
+    )
 
 
 def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:

@@ -84,6 +84,7 @@ def choose_pipeline(
     from gpipe.programs.build import build_layers
     from gpipe.programs.calibration_files import find_calibration
     from gpipe.programs.layout import build_planner, build_setting
+    from gpipe.programs.workloads import workload_of
 
     devices = (find_devices or find_devices_at_hand)(run)
     count = fixed.get("num_processes", devices.count)
@@ -101,7 +102,15 @@ def choose_pipeline(
     )
     plans = find_fastest(planner, space, like, devices.room_bytes)
     if not plans:
-        kept = "".join(f", with pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items())
+        said = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items()]
+        said += [f"launch.{key}={value}" for key, value in fixed.items()]
+        kept = f", with {', '.join(said)}" if said else ""
+        if next(space.settings(planner.batch_size, like, devices.room_bytes), None) is None:
+            raise ConfigError(
+                f"pipeline is auto{kept}, but that does not divide {count} x {devices.accelerator.name}, and the "
+                f"{planner.batch_size} {workload_of(run).examples} of a planned mini-batch, into equal parts: change "
+                "it, or leave it to the planner."
+            )
         raise ConfigError(
             f"pipeline is auto{kept}, but nothing fits {count} x {devices.accelerator.name} with "
             f"{devices.room_bytes / 2**30:.3g} GiB each: use more devices, or lower trainer.batch_size."
