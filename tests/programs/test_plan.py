@@ -139,7 +139,8 @@ def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
     assert later.stdout == done.stdout.partition("\n")[2]
     dry = run_program(ROOT / "train.py", *words, "trainer.dry_run=true", folder=tmp_path)
     assert dry.stdout == later.stdout
-    for other in ("model.num_filters=16", "device=h100", "trainer.autocast=bfloat16", "launch.num_threads=2"):
+    kernels = ("trainer.deterministic=true", "trainer.float32_matmul_precision=high")
+    for other in ("model.num_filters=16", "device=h100", "trainer.autocast=bfloat16", "launch.num_threads=2", *kernels):
         assert measured not in run_program(ROOT / "plan.py", *words, other, folder=tmp_path).stdout
 
 
