@@ -77,6 +77,21 @@ def test_batch_norm_gets_its_examples(least: int, together: bool, num_replicas: 
             assert bound.plan(setting).step_seconds == free.plan(setting).step_seconds
 
 
+def test_shorter_examples_make_all_micro_batches_of_the_setting_and_are_as_much_work() -> None:
+    """Four of the greatest length have the memory of a step, and eight shorter ones its bubble."""
+    fixed = replace(planner(10**9, batch_size=4), profiler=lambda _: profiler(2))
+    longest, asked = fixed.plan(Setting(2, 4)), Setting(2, 8)
+    found = replace(fixed, varies_in_length=True).plan(asked)
+    assert fixed.plan(asked).setting.num_microbatches == 4, "other examples are as long as each other"
+    assert (found.setting, found.microbatch_size, found.batch_size) == (asked, 1, 4)
+    assert (found.memory, found.stages) == (longest.memory, longest.stages)
+    assert len(found.timeline.events) == 2 * len(longest.timeline.events)
+    busy = [sum(event.end - event.start for event in plan.timeline.events) for plan in (found, longest)]
+    assert busy[0] == pytest.approx(busy[1])
+    assert found.bubble is not None and longest.bubble is not None and found.bubble < longest.bubble
+    assert found.utilization * found.step_seconds == pytest.approx(longest.utilization * longest.step_seconds)
+
+
 def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
     sizes = []
 

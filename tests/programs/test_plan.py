@@ -71,6 +71,15 @@ def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
     assert "in an evaluation" not in plan(*settings, "trainer.evaluation.every_epochs=null").splitlines()[-1]
 
 
+def test_a_translation_is_planned_with_all_its_micro_batches(plan: Plan) -> None:
+    words = ("model=translation_small", "data=multilingual_embedded", "trainer.evaluation.every_epochs=null")
+    words += ("pipeline.num_microbatches=8", "launch=process_per_stage")
+    shorter, longest = (plan(*words, f"trainer.batch_size={size}") for size in (1024, 2048))
+    assert "M=8 micro-batches of up to 1, N=4, " in shorter and "M=8 micro-batches of 1, N=8, " in longest
+    bubbles = [re.findall(r"\((.*)% if all stages were equal\)", said) for said in (shorter, longest)]
+    assert len(bubbles[0]) == 1 and bubbles[0] == bubbles[1]
+
+
 def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.002", "find=num_filters").startswith("The largest num_filters that fits is ")
     assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")

@@ -207,6 +207,7 @@ def build_planner(
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
         _evaluation_planner(run),
+        workload_of(run).varies_in_length,
     )
 
 
