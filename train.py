@@ -33,7 +33,7 @@ register_schemas()
 def main(composed: DictConfig) -> float | None:
     """Check the composed settings and the data, then train; a job of a sweep returns its top-1."""
     job = HydraConfig.get()
-    train = partial(load_and_train, name_sources(job))
+    train = partial(load_and_train, composed, name_sources(job))
     folder, overrides = Path(os.path.relpath(job.runtime.output_dir)), list(job.overrides.task)
     if job.mode is RunMode.MULTIRUN:
         return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), train)
@@ -75,13 +75,19 @@ def check_settings(composed: DictConfig) -> RunConfig:
 
 
 def load_and_train(
-    sources: list[str], run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True
+    composed: DictConfig,
+    sources: list[str],
+    run: RunConfig,
+    folder: Path,
+    overrides: list[str],
+    *,
+    hints: bool = True,
 ) -> None:
     """Load torch, start the processes, and train; or only print the plan."""
     stops.exit_before_start(stops.find_reason())  # to load torch takes seconds
     from gpipe.programs.train import launch_training
 
-    launch_training(run, folder, [*sources, *spell_out(run, overrides)], hints=hints)
+    launch_training(run, folder, [*sources, *spell_out(composed, run, overrides)], hints=hints)
 
 
 if __name__ == "__main__":

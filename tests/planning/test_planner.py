@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.cut import Cutter
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
@@ -40,6 +41,17 @@ def test_what_fits_and_what_would() -> None:
     assert planner(needs - 1).remedies(setting) == ["K = 3", "M = 8"]
 
 
+@pytest.mark.parametrize(("schedule", "per_device"), [("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_a_model_that_no_cut_brings_within_the_limit_does_not_fit(schedule: str, per_device: int) -> None:
+    setting = Setting(2 * per_device, 4, schedule=schedule, stages_per_device=per_device)
+    speed = Speed(10.0, 10.0, 1e12, 1e3)
+    found = replace(planner(10**9), cut=Cutter("flops", "max", speed))
+    needs = found.peak_bytes(setting)
+    for limit in (needs, needs - 1):
+        limited = replace(found, cut=Cutter("flops", "max", speed, memory_limit_bytes=limit))
+        assert limited.fits(setting) == (limit == needs)
+
+
 def test_a_remedy_that_does_not_exist_is_not_named() -> None:
     setting = Setting(2, 4)
     assert planner(10).remedies(setting) == []
@@ -63,6 +75,21 @@ def test_batch_norm_gets_its_examples(least: int, together: bool, num_replicas: 
         elif size > 1:
             assert bound.find_microbatch_size(setting) == size
             assert bound.plan(setting).step_seconds == free.plan(setting).step_seconds
+
+
+def test_shorter_examples_make_all_micro_batches_of_the_setting_and_are_as_much_work() -> None:
+    """Four of the greatest length have the memory of a step, and eight shorter ones its bubble."""
+    fixed = replace(planner(10**9, batch_size=4), profiler=lambda _: profiler(2))
+    longest, asked = fixed.plan(Setting(2, 4)), Setting(2, 8)
+    found = replace(fixed, varies_in_length=True).plan(asked)
+    assert fixed.plan(asked).setting.num_microbatches == 4, "other examples are as long as each other"
+    assert (found.setting, found.microbatch_size, found.batch_size) == (asked, 1, 4)
+    assert (found.memory, found.stages) == (longest.memory, longest.stages)
+    assert len(found.timeline.events) == 2 * len(longest.timeline.events)
+    busy = [sum(event.end - event.start for event in plan.timeline.events) for plan in (found, longest)]
+    assert busy[0] == pytest.approx(busy[1])
+    assert found.bubble is not None and longest.bubble is not None and found.bubble < longest.bubble
+    assert found.utilization * found.step_seconds == pytest.approx(longest.utilization * longest.step_seconds)
 
 
 def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:

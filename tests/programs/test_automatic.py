@@ -124,10 +124,31 @@ def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=7, but nothing fits 4 x v100"):
-        choose("pipeline.num_stages=7")
+    with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=4, but nothing fits 4 x v100"):
+        choose("pipeline.num_stages=4", room_bytes=1024)
     with pytest.raises(ConfigError, match=r"^pipeline is auto, but nothing fits 4 x v100 with 9.54e-07 GiB each: use"):
         choose(room_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch.num_replicas=3"],
+        ["pipeline.num_stages=7"],
+        ["pipeline.num_stages=2", "launch.num_processes=1"],
+        ["trainer.batch_size=17", "pipeline.num_stages=2", "launch.num_replicas=2"],
+    ],
+)
+def test_what_does_not_divide_the_devices_is_named(words: list[str]) -> None:
+    size = 17 if "trainer.batch_size=17" in words else 16
+    count = 1 if "launch.num_processes=1" in words else 4
+    said = ", ".join(word for word in words if not word.startswith("trainer"))
+    with pytest.raises(ConfigError) as caught:
+        choose(*words)
+    assert str(caught.value) == (
+        f"pipeline is auto, with {said}, but that does not divide {count} x v100, and the {size} images of a planned "
+        "mini-batch, into equal parts: change it, or leave it to the planner."
+    )
 
 
 def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:
@@ -150,7 +171,27 @@ def test_a_run_says_what_was_chosen_and_trains(tmp_path: Path) -> None:
     assert "K=2 stages" in again.stdout
 
 
+@pytest.mark.parametrize(("choice", "words"), [("gpipe", ["pipeline=auto"]), ("auto", []), ("auto", ["pipeline=auto"])])
+def test_what_is_said_of_a_run_composes_to_it_whatever_the_experiment_sets(
+    choice: str, words: list[str], tmp_path: Path
+) -> None:
+    experiment = tmp_path / "experiment" / "mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text(
+        "# @package _global_\n"
+        f"defaults:\n  - override /pipeline: {choice}\n  - _self_\n"
+        f"pipeline: {{{'num_stages: 2, ' if choice == 'gpipe' else ''}partition_by: flops, partitions: [4, 5], "
+        "synchronize_batch_norm: true}\n"
+    )
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine", *SMALL[:-1], *words]
+    composed = compose("train", overrides=words)
+    run = to_run(choose_pipeline(composed, words, lambda _: devices(2)))
+    said = spell_out(composed, run, words)
+    assert "pipeline=auto" not in said
+    assert to_run(compose("train", overrides=said)) == run
+
+
 def test_words_without_auto_stay_as_they_are() -> None:
     composed = compose("train", overrides=[])
     assert not is_open(composed)
-    assert spell_out(to_run(composed), ["seed=3"]) == ["seed=3"]
+    assert spell_out(composed, to_run(composed), ["seed=3"]) == ["seed=3"]

@@ -12,8 +12,9 @@ from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.planning.step import Plan
 from gpipe.programs.build import build_layers, build_pipeline
-from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting, share_layout
+from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting, measure_seconds, share_layout
 from gpipe.programs.workloads import workload_of
+from gpipe.training.numerics import set_numerics
 from tests.programs.small_runs import ALONE, LANGUAGE_MODEL, SMALL, TRANSLATION, run_of
 
 pytestmark = pytest.mark.usefixtures("composer")
@@ -73,6 +74,22 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     seconds = planner.seconds([])
     busy = sum(stage.forward_seconds for stage in plan.stages)
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_seconds_are_measured_with_the_kernels_of_the_run(deterministic: str, precision: str) -> None:
+    kernels = (f"trainer.deterministic={deterministic}", f"trainer.float32_matmul_precision={precision}")
+    run = run_of(*kernels, "model.num_layers=3")
+    set_numerics(deterministic=deterministic == "false", float32_matmul_precision="medium")
+    found = []
+
+    def note(_: object) -> None:
+        found.append((torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()))
+
+    layers = build_layers(run)
+    measure_seconds(run, layers, "cpu", note, splits=False)
+    assert found == [(deterministic == "true", precision)] * len(layers)
 
 
 def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.planning.accelerator import ACCELERATORS
+from gpipe.planning.accelerator import ACCELERATORS, GIB
 from gpipe.programs import train as train_program
-from gpipe.programs.plan import start
+from gpipe.programs.plan import find_devices, start
 from gpipe.tracing.segments import TracedLayers, as_layers
 from tests.support.program_server import run_program
 
@@ -72,9 +72,33 @@ def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
     assert "in an evaluation" not in plan(*settings, "trainer.evaluation.every_epochs=null").splitlines()[-1]
 
 
+def test_a_translation_is_planned_with_all_its_micro_batches(plan: Plan) -> None:
+    words = ("model=translation_small", "data=multilingual_embedded", "trainer.evaluation.every_epochs=null")
+    words += ("pipeline.num_microbatches=8", "launch=process_per_stage")
+    shorter, longest = (plan(*words, f"trainer.batch_size={size}") for size in (1024, 2048))
+    assert "M=8 micro-batches of up to 1, N=4, " in shorter and "M=8 micro-batches of 1, N=8, " in longest
+    bubbles = [re.findall(r"\((.*)% if all stages were equal\)", said) for said in (shorter, longest)]
+    assert len(bubbles[0]) == 1 and bubbles[0] == bubbles[1]
+
+
 def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.002", "find=num_filters").startswith("The largest num_filters that fits is ")
     assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")
+
+
+def test_a_larger_model_is_found_for_more_stages_than_this_one_has_layers(plan: Plan) -> None:
+    said = plan(*SMALL, "pipeline.num_stages=12", "memory_gib=0.001", "find=num_layers")
+    assert re.match(r"The largest num_layers that fits is (1[2-9]|[2-9]\d)\.\n", said), said
+
+
+def test_the_largest_is_found_within_a_memory_limit(plan: Plan) -> None:
+    """The limit lets cuts that exceed it be chosen otherwise, so no fewer layers fit than in as little memory."""
+    found = []
+    for limit in (f"pipeline.memory_limit_bytes={2**20}", f"memory_gib={2**-10}"):
+        said = plan(*SMALL, limit, "find=num_layers")
+        found += map(int, re.findall(r"^The largest num_layers that fits is (\d+)\.$", said, re.MULTILINE))
+    within, without = found
+    assert within >= without >= 3
 
 
 def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:
@@ -104,6 +128,14 @@ def test_devices_that_are_not_here_must_be_counted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("plan")
+def test_the_pipeline_is_chosen_within_the_limits_of_the_device_at_hand_too() -> None:
+    words = ("launch.device=cpu", "memory_gib=0.05", "link_gb_per_second=2", "num_devices=2")
+    runs = (to_run(compose("plan", overrides=[f"device={name}", *words])) for name in ("auto", "cpu"))
+    auto, cpu = map(find_devices, runs)
+    assert auto == cpu and auto.room_bytes < 0.05 * GIB and auto.accelerator.link_bandwidth == 2e9
+
+
 def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
     words = (*SMALL, "pipeline.num_microbatches=2", "launch=process_per_stage", "trainer.autocast=auto")
     measured = "The seconds of the layers are measured"
@@ -117,7 +149,8 @@ def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
     assert later.stdout == done.stdout.partition("\n")[2]
     dry = run_program(ROOT / "train.py", *words, "trainer.dry_run=true", folder=tmp_path)
     assert dry.stdout == later.stdout
-    for other in ("model.num_filters=16", "device=h100", "trainer.autocast=bfloat16", "launch.num_threads=2"):
+    kernels = ("trainer.deterministic=true", "trainer.float32_matmul_precision=high")
+    for other in ("model.num_filters=16", "device=h100", "trainer.autocast=bfloat16", "launch.num_threads=2", *kernels):
         assert measured not in run_program(ROOT / "plan.py", *words, other, folder=tmp_path).stdout
 
 

@@ -180,6 +180,24 @@ def test_a_translation_is_planned_in_sentences() -> None:
     assert sum(plan.partitions) == 28 and plan.parameters == 1_239_171_072
 
 
+@pytest.mark.parametrize(("num_tokens", "num_replicas", "num_sentences"), [(256, 2, 1), (768, 2, 2), (768, 3, 1)])
+def test_each_replica_is_planned_with_a_longest_sentence_at_least(
+    num_tokens: int, num_replicas: int, num_sentences: int
+) -> None:
+    run = run_of(
+        "model=translation_small",
+        "data=multilingual_embedded",
+        f"trainer.batch_size={num_tokens}",
+        f"launch.num_replicas={num_replicas}",
+        f"launch.num_processes={num_replicas}",
+        "pipeline.num_stages=1",
+        "pipeline.num_microbatches=1",
+    )
+    accelerator = layout.accelerator_at_hand(run)
+    plan = layout.build_planner(run, accelerator).plan(layout.build_setting(run, accelerator))
+    assert (plan.microbatch_size, plan.batch_size) == (num_sentences, num_sentences * num_replicas)
+
+
 def test_the_bilingual_sweep_is_of_the_low_resource_half() -> None:
     overrides = ["+experiment=bilingual_laptop"]
     sweep = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params

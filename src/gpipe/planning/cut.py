@@ -30,6 +30,10 @@ _MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well 
 _Score: TypeAlias = tuple[float, ...]
 
 
+class NoCutFits(ValueError):
+    """No cut is within the memory limit."""
+
+
 @dataclass(frozen=True)
 class Cutter:
     """Chooses the number of layers of each stage.
@@ -68,7 +72,8 @@ class Cutter:
             setting: how the model is run.
 
         Raises:
-            ValueError: more stages than layers, or no cut is within the limit.
+            NoCutFits: no cut is within the limit.
+            ValueError: more stages than layers.
         """
         if self.partitions is not None and len(self.partitions) == setting.num_stages:
             check_partitions(self.partitions, len(profiles) - 1)
@@ -124,7 +129,7 @@ class Cutter:
     def _check(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> None:
         if not self._fits(profiles, setting, partitions):
             needed = _peak_bytes(profiles, partitions, setting)
-            raise ValueError(
+            raise NoCutFits(
                 f"pipeline.memory_limit_bytes is {self.memory_limit_bytes}, but the fullest device of the partitions "
                 f"{list(partitions)} needs {needed} ({needed / GIB:.3g} GiB): raise the limit, pipeline.num_stages or "
                 "pipeline.num_microbatches."

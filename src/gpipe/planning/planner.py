@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
-from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.cut import NoCutFits, partition_by_memory
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.profile import LayerProfile
@@ -33,6 +33,8 @@ class Planner:
         min_microbatch_size: examples that batch norm must see at once; settings that leave it fewer cannot be.
         seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
         evaluation: plans the memory of evaluations, which have to fit too; None where there are none.
+        varies_in_length: whether examples are planned with the greatest length, and a mini-batch of shorter ones has
+            more of them.
     """
 
     profiler: Profiler
@@ -44,6 +46,7 @@ class Planner:
     min_microbatch_size: int = 1
     seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
     evaluation: EvaluationPlanner | None = None
+    varies_in_length: bool = False
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
     _layer_seconds: dict[int, list[LayerSeconds]] = field(default_factory=dict, init=False)
     _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
@@ -57,12 +60,28 @@ class Planner:
         profiles, seconds, shortened = self.describe(setting)
         partitions = self._cut(profiles, shortened)
         found = plan_step(profiles, seconds, partitions, shortened, self.speed)
+        if self.varies_in_length and shortened != setting:
+            found = self._with_shorter(found, profiles, seconds, setting)
         return replace(
             found,
             auxiliary_parameters=self.auxiliary_parameters,
             batch_size=self.batch_size,
             evaluation_bytes=self._evaluation_bytes(partitions, setting),
         )
+
+    def _with_shorter(
+        self, found: Plan, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting
+    ) -> Plan:
+        """Return the plan of a mini-batch that has one example per micro-batch, and as much to compute.
+
+        Memory and stages stay those of the longest examples.
+        """
+        number = setting.num_microbatches
+        share = found.setting.num_microbatches / number
+        shorter = [LayerSeconds(*(share * value for value in layer)) for layer in seconds]
+        setting = replace(found.setting, num_microbatches=number)
+        timed = plan_step(profiles, shorter, found.partitions, setting, self.speed)
+        return replace(timed, stages=found.stages, memory=found.memory, utilization=share * timed.utilization)
 
     def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
         """Return profiles and seconds with the largest micro-batch, and the setting with as many as there are.
@@ -101,9 +120,12 @@ class Planner:
         return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
-        """Return whether each device has room for what it needs."""
+        """Return whether each device has room for what it needs, within the limit of the cut if that has one."""
         room = self.accelerator.memory_bytes
-        return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
+        try:
+            return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
+        except NoCutFits:
+            return False
 
     def _find_least_peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device with the best cut by memory.

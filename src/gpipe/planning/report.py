@@ -30,8 +30,10 @@ def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None 
     setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
+    most = "up to " if setting.num_replicas * setting.num_microbatches > plan.batch_size else ""
     title = (
-        f"{name}: K={setting.num_stages} stages, M={setting.num_microbatches} micro-batches of {plan.microbatch_size}, "
+        f"{name}: K={setting.num_stages} stages, M={setting.num_microbatches} micro-batches of "
+        f"{most}{plan.microbatch_size}, "
         f"N={plan.batch_size}{replicas}, {setting.schedule}, {_describe_kept(plan)}, on {accelerator.name} "
         f"({gib(accelerator.memory_bytes)})"
     )

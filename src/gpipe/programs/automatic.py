@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.launch.devices import own_cores
 from gpipe.programs.complete import check_run_data, complete
 
@@ -83,6 +84,7 @@ def choose_pipeline(
     from gpipe.programs.build import build_layers
     from gpipe.programs.calibration_files import find_calibration
     from gpipe.programs.layout import build_planner, build_setting
+    from gpipe.programs.workloads import workload_of
 
     devices = (find_devices or find_devices_at_hand)(run)
     count = fixed.get("num_processes", devices.count)
@@ -100,7 +102,15 @@ def choose_pipeline(
     )
     plans = find_fastest(planner, space, like, devices.room_bytes)
     if not plans:
-        kept = "".join(f", with pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items())
+        said = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items()]
+        said += [f"launch.{key}={value}" for key, value in fixed.items()]
+        kept = f", with {', '.join(said)}" if said else ""
+        if next(space.settings(planner.batch_size, like, devices.room_bytes), None) is None:
+            raise ConfigError(
+                f"pipeline is auto{kept}, but that does not divide {count} x {devices.accelerator.name}, and the "
+                f"{planner.batch_size} {workload_of(run).examples} of a planned mini-batch, into equal parts: change "
+                "it, or leave it to the planner."
+            )
         raise ConfigError(
             f"pipeline is auto{kept}, but nothing fits {count} x {devices.accelerator.name} with "
             f"{devices.room_bytes / 2**30:.3g} GiB each: use more devices, or lower trainer.batch_size."
@@ -173,23 +183,22 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def spell_out(run: RunConfig, words: Sequence[str]) -> list[str]:
-    """Return the words of the command line with what was chosen in the place of pipeline=auto.
+def spell_out(composed: DictConfig, run: RunConfig, words: Sequence[str]) -> list[str]:
+    """Return the words of the command line with what was chosen in the place of what was open.
 
-    So a record says how to repeat the run on any machine.
+    So a record says how to repeat the run on any machine. All settings of the pipeline are said: with pipeline=auto an
+    experiment's values of `pipeline:` do not count, and with pipeline=gpipe they may.
+
+    Args:
+        composed: by Hydra from the words.
+        run: the settings with what was chosen.
+        words: of the command line.
     """
-    if "pipeline=auto" not in words:
+    if not is_open(composed):
         return list(words)
-    pipeline, launch = run.pipeline, run.launch
-    values = {
-        "pipeline.num_stages": pipeline.num_stages,
-        "pipeline.num_microbatches": pipeline.num_microbatches,
-        "pipeline.schedule": pipeline.schedule.name,
-        "pipeline.stages_per_device": pipeline.stages_per_device,
-        "pipeline.rematerialize": pipeline.rematerialize.name,
-        "pipeline.memory_limit_bytes": pipeline.memory_limit_bytes,
-        "launch.num_replicas": launch.num_replicas,
-        "launch.num_processes": launch.num_processes,
-    }
-    kept = [word for word in words if word != "pipeline=auto" and word.partition("=")[0] not in values]
-    return [*kept, "pipeline=gpipe", *(f"{key}={value}" for key, value in values.items())]
+    plain = to_plain(run)
+    said = {f"pipeline.{key}": value for key, value in plain["pipeline"].items()}
+    said |= {f"launch.{key}": plain["launch"][key] for key in ("num_replicas", "num_processes")}
+    said = {key: value if isinstance(value, str) else json.dumps(value).replace(" ", "") for key, value in said.items()}
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in {"pipeline", *said}]
+    return [*kept, "pipeline=gpipe", *(f"{key}={value}" for key, value in said.items())]

@@ -31,13 +31,12 @@ from gpipe.planning.accelerator import detect_accelerator
 from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
 from gpipe.programs.layout import Layout
 from gpipe.programs.optimizer import build_run_optimizer
-from gpipe.programs.precision import build_autocast, settle_precision
+from gpipe.programs.precision import build_autocast, choose_kernels, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.loader import RepeatedLoader
-from gpipe.training.numerics import set_numerics
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -62,12 +61,8 @@ def build_layers(run: RunConfig) -> nn.Sequential:
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
-    precision, workload = run.trainer.float32_matmul_precision, workload_of(run)
-    set_numerics(
-        deterministic=bool(run.trainer.deterministic),
-        float32_matmul_precision="highest" if precision is None else precision.value,
-        tries_kernels=not workload.varies_in_length,
-    )
+    choose_kernels(run)
+    workload = workload_of(run)
     pipeline = Pipeline(
         layers,
         workload.loss(),

@@ -13,7 +13,7 @@ from gpipe.config import RunConfig, to_plain
 from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.accelerator import Accelerator
 from gpipe.planning.calibration import Calibration
-from gpipe.programs.precision import precision_of, settle_precision
+from gpipe.programs.precision import kernels_of, precision_of, settle_precision
 from gpipe.programs.workloads import workload_of
 from gpipe.records import describe_hardware
 
@@ -49,6 +49,7 @@ def describe_origin(run: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
         "device": accelerator.name,
         "torch": torch.__version__,
         "precision": precision_of(settle_precision(run, accelerator)),
+        "kernels": kernels_of(run),
     }
     if accelerator.name == "cpu":
         origin |= {"processor": describe_hardware()["cpu"], "num_threads": run.launch.num_threads}

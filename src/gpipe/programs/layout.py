@@ -28,7 +28,7 @@ from gpipe.planning.step import Plan, Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.optimizer import build_run_optimizer
-from gpipe.programs.precision import build_autocast, precision_of, settle_precision
+from gpipe.programs.precision import build_autocast, choose_kernels, precision_of, settle_precision
 from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
 
@@ -94,7 +94,8 @@ def measure_seconds(
     *,
     splits: bool,
 ) -> list[LayerSeconds]:
-    """Time each layer, described on the meta device, and the loss with the run's largest micro-batch."""
+    """Time each layer, described on the meta device, and the loss with the run's largest micro-batch and kernels."""
+    choose_kernels(run)
     workload = workload_of(run)
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
     device = torch.empty(0, device=device_type).device
@@ -206,6 +207,7 @@ def build_planner(
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
         _evaluation_planner(run),
+        workload_of(run).varies_in_length,
     )
 
 

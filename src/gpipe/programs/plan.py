@@ -46,17 +46,17 @@ def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
 def find_devices(run: RunConfig) -> DevicesToUse:
     """Return the devices that a plan is for."""
     assert isinstance(run, PlanConfig)
+    accelerator = _find_accelerator(run)
+    room = run.pipeline.memory_limit_bytes or accelerator.room_bytes
     if run.device == "auto":
-        return find_devices_at_hand(run, run.num_devices, run.efficiency)
+        found = find_devices_at_hand(run, run.num_devices, run.efficiency)
+        return replace(found, accelerator=accelerator, room_bytes=found.room_bytes if run.memory_gib is None else room)
     if run.num_devices is None:
         raise ConfigError(
             f"num_devices is null, expected how many {run.device} pipeline=auto may use: set num_devices=8, for "
             "example."
         )
-    accelerator = _find_accelerator(run)
-    return DevicesToUse(
-        accelerator, run.num_devices, run.pipeline.memory_limit_bytes or accelerator.room_bytes, run.efficiency
-    )
+    return DevicesToUse(accelerator, run.num_devices, room, run.efficiency)
 
 
 def _find_accelerator(plan: PlanConfig) -> Accelerator:
@@ -71,10 +71,11 @@ def start(plan: PlanConfig) -> None:
         layers = workload_of(plan).layers()  # held meanwhile: it takes seconds to cut up another library's model
         if plan.calibrate:
             calibrate(plan)
-        calibration = find_calibration(plan, accelerator)
-        planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         if plan.find is not None:
             planner = _find_largest(plan, accelerator)
+        else:
+            calibration = find_calibration(plan, accelerator)
+            planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
         del layers
 

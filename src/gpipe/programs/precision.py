@@ -1,4 +1,4 @@
-"""The precision of a run's products, which its settings may leave to the device."""
+"""The precision of a run's products, which its settings may leave to the device, and the kernels that make them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +10,8 @@ import torch
 
 from gpipe.config import Autocast, RunConfig
 from gpipe.planning.accelerator import Accelerator
+from gpipe.programs.workloads import workload_of
+from gpipe.training.numerics import set_numerics
 
 
 def settle_precision(run: RunConfig, accelerator: Accelerator) -> RunConfig:
@@ -39,3 +41,17 @@ def build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstra
     if precision is Autocast.none:
         return nullcontext
     return partial(torch.autocast, device_type, getattr(torch, precision.value))
+
+
+def choose_kernels(run: RunConfig) -> None:
+    """Let torch take, in this process, the kernels that the run may take; call it before the first product on a GPU."""
+    set_numerics(**kernels_of(run), tries_kernels=not workload_of(run).varies_in_length)
+
+
+def kernels_of(run: RunConfig) -> dict[str, Any]:
+    """Return what the run's settings say of kernels."""
+    precision = run.trainer.float32_matmul_precision
+    return {
+        "deterministic": bool(run.trainer.deterministic),
+        "float32_matmul_precision": "highest" if precision is None else precision.value,
+    }

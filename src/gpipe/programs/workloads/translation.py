@@ -39,8 +39,12 @@ class Translation(Workload):
 
     @property
     def num_examples(self) -> int:
-        """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads."""
-        return self._count_longest(self.run.trainer.batch_size)
+        """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads.
+
+        Each replica is planned with as many as the first one gets.
+        """
+        num_replicas = self.run.launch.num_replicas
+        return -(-self._count_longest(self.run.trainer.batch_size) // num_replicas) * num_replicas
 
     @property
     def num_evaluated_examples(self) -> int:
