@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
+from gpipe.config.evaluated import describe_kind
 from gpipe.data import (
     BytesToPixels,
     ImageLoader,
@@ -179,6 +180,11 @@ class ImageClassification(Workload):
         share = data.validation_share if isinstance(data, OwnImagesConfig) else None
         image_set = open_image_set(data.name, split, data.root, share)
         refuse_other_classes(data.name, len(image_set.class_names), self.num_classes)
+        if (found := image_set.labels.ndim > 1) != self.has_several_labels:
+            raise ConfigError(
+                f"data.root is {data.root}, whose images have {describe_kind(found)}, but the model gives "
+                f"{describe_kind(not found)}: choose a table of its kind."
+            )
         return image_set
 
     @property
