@@ -1,6 +1,7 @@
 """Images that a CSV or Parquet table lists: what is read, shared out, and refused."""
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,35 @@ def test_an_image_that_is_listed_twice_is_in_one_split(tmp_path: Path, header: t
     train, test = (open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test"))
     assert (len(train), len(test)) == (60, 20)
     assert not {test.path(i) for i in range(len(test))} & {train.path(i) for i in range(len(train))}  # type: ignore[attr-defined]
+
+
+def paths(images: Any) -> set[str]:
+    return {os.path.normpath(images.path(index)) for index in range(len(images))}
+
+
+@pytest.mark.parametrize("header", [("path", "label"), ("path", "labels")], ids=" ".join)
+def test_an_image_under_several_labels_or_spellings_is_in_one_split(tmp_path: Path, header: tuple[str, str]) -> None:
+    rows = [(f"{number}.png", str(number % 2)) for number in range(40)]
+    for name, _ in rows:
+        (tmp_path / name).touch()
+    other_label = [(name, str(1 - int(label))) for name, label in rows[:20]]
+    other_spelling = [(f"./{name}", label) for name, label in rows[10:30]]
+    absolute = [(str(tmp_path / "a" / ".." / name), label) for name, label in rows[20:]]
+    write_csv(tmp_path / "train.csv", header, rows)
+    alone = [open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test")]
+    write_csv(tmp_path / "train.csv", header, [*rows, *other_label, *other_spelling, *absolute])
+    (tmp_path / "a").mkdir()
+    found = [open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test")]
+    assert sum(map(len, found)) == 100
+    for before, after in zip(alone, found, strict=True):
+        assert paths(before) == paths(after)
+    assert not paths(found[0]) & paths(found[1])
+
+
+def test_a_class_whose_images_are_all_of_other_classes_first_is_refused(root: Path) -> None:
+    write_csv(root / "train.csv", ("path", "label"), [*ONE, ("2.png", "cow")])
+    with pytest.raises(ValueError, match=r"class cow has no image that is not listed under another class first, "):
+        open_image_set("image_table", "train", root, 0.5)
 
 
 GOOD = "path,label\n3.png,a\n2.png,b\n"

@@ -1,6 +1,7 @@
 """The reader of image files that a table lists, with one or several labels each: CSV or Parquet, of one's own."""
 
 import csv
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import draw_share, take_share
 from gpipe.data.images.image_set import ImageFiles, are_files
@@ -84,7 +86,7 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
         split: "train" or "test".
         share: as in `check_own_table`. Of images with several labels each, it is a share of all. All rows of an image
-            are in one split.
+            are in one split, whatever their labels and however they spell its path.
 
     Raises:
         ValueError: as `check_own_table`.
@@ -102,23 +104,36 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         )
     number = {name: label for label, name in enumerate(classes)}
     rows = list(range(len(table.names)))
+    labels: NDArray[np.int64] | NDArray[np.bool_]
     if table.has_several:
         labels = np.zeros((len(rows), len(classes)), dtype=np.bool_)
         for row, names in enumerate(table.labels):
             labels[row, [number[name] for name in names]] = True
-        if share is not None:
-            drawn = draw_share(table.names, share)
-            rows = [row for row in rows if (table.names[row] in drawn) == (split == "test")]
     else:
         labels = np.array([number[name] for (name,) in table.labels], dtype=np.int64)
-        if share is not None:
-            of_class = ([row for row in rows if labels[row] == label] for label in range(len(classes)))
-            rows = sorted(
-                each[position]
-                for label, each in enumerate(of_class)
-                for position in take_share([table.names[row] for row in each], split, share, classes[label])
-            )
+    if share is not None:
+        drawn = _draw_rows(root, table, share)
+        rows = [row for row in rows if (row in drawn) == (split == "test")]
     return ImageFiles(root, [table.names[row] for row in rows], labels[rows], classes)
+
+
+def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
+    """Return the rows that are for evaluation: all those of the images that are drawn by the names in their first rows.
+
+    Of images with one label each, a share of each class is drawn; an image's class is its first row's.
+    """
+    images = [os.path.normpath(root / name) for name in table.names]
+    first: dict[str, int] = {}
+    for row, image in enumerate(images):
+        first.setdefault(image, row)
+    if table.has_several:
+        drawn = draw_share([table.names[row] for row in first.values()], share)
+    else:
+        of_class: dict[str, list[str]] = {label: [] for label in _list_classes(table)}
+        for row in first.values():
+            of_class[table.labels[row][0]].append(table.names[row])
+        drawn = {own[position] for label, own in of_class.items() for position in take_share(own, "test", share, label)}
+    return {row for row, image in enumerate(images) if table.names[first[image]] in drawn}
 
 
 def _list_classes(table: _Table) -> list[str]:
