@@ -17,6 +17,7 @@ from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place
 from gpipe.programs.train import describe_processes
+from gpipe.records import same_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +89,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     statistics_loader = None
     if (stale := describe_stale_statistics(checkpoint, manifest)) is not None:
-        if to_plain(run)["data"] == manifest.config["data"]:
+        if same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]}):
             statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:
