@@ -170,6 +170,9 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
         {"train.csv": GOOD, "val.csv": "path,labels\n3.png,a\n"}, None, r"columns of different names",
     ),
     "a missing label": ({"train.csv": "path,label\n3.png,a\n2.png,\n"}, 0.5, r"image 2, has the path '2.png'"),
+    "a label of two lines": (
+        {"train.csv": 'path,label\n3.png,a\n2.png,"b\nc"\n'}, 0.5, r"image 2, has the label 'b\\nc', expected one line",
+    ),
     "a missing value": ({"train.csv": "path,label\n3.png\n"}, 0.5, r"line 2 has 1 values for 2 columns"),
     "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),

@@ -168,6 +168,11 @@ def _read(path: Path, _changed: int) -> _Table:
     for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
         if not name or not (given or has_several):
             raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
+        if several_lines := [label for label in given if "\n" in label]:
+            raise ValueError(
+                f"{path}, image {row}, has the label {several_lines[0]!r}, expected one line, for runs keep a line per "
+                "class: rename it."
+            )
     return _Table(path, names, labels, has_several)
 
 
