@@ -1,6 +1,7 @@
 """Images that a CSV or Parquet table lists: what is read, shared out, and refused."""
 
 import csv
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,35 @@ def test_a_folder_without_a_table_is_said_with_what_is_expected(root: Path) -> N
 def test_labels_of_one_kind_stay_numbers(root: Path) -> None:
     write_csv(root / "train.csv", ("path", "label"), ONE)
     assert open_image_set("image_table", "train", root, 0.5).labels.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"path": ["2.png", "3.png"], "labels": [1, 2]}, r"image 1, has the labels 1, expected a list, or words with"),
+        ({"path": ["2.png", "3.png"], "labels": [None, 0.5]}, r"image 2, has the labels 0\.5, expected a list"),
+        (
+            {"path": ["2.png", "3.png"], "label": [1.0, math.nan]},
+            r"image 2, has the path '3.png' and the labels \[\]: ",
+        ),
+        ({"path": ["2.png", "3.png"], "label": ["a", None]}, r"image 2, has the path '3.png' and the labels \[\]: "),
+        ({"path": [None, "3.png"], "label": ["a", "b"]}, r"image 1, has the path '' and the labels \['a'\]: "),
+        ({"path": [None, "3.png"], "labels": [["a"], ["b"]]}, r"image 1, has the path '' and the labels \['a'\]: "),
+    ],
+    ids=str,
+)
+def test_what_parquet_has_besides_words_is_refused_in_a_sentence(
+    root: Path, columns: dict[str, Any], said: str
+) -> None:
+    parquet.write_table(pyarrow.table(columns), root / "train.parquet")
+    with pytest.raises(ValueError, match=said) as error:
+        open_image_set("image_table", "train", root, 0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_a_null_among_several_labels_is_none(root: Path) -> None:
+    columns = {"path": ["2.png", "3.png", "a/0.png"], "labels": [["a", None, "b"], None, ["a"]]}
+    parquet.write_table(pyarrow.table(columns), root / "train.parquet")
+    train, test = (open_image_set("image_table", split, root, 0.4) for split in ("train", "test"))
+    assert train.class_names == ["a", "b"]
+    assert sorted([*train.labels.tolist(), *test.labels.tolist()]) == [[False, False], [True, False], [True, True]]

@@ -1,6 +1,7 @@
 """The reader of image files that a table lists, with one or several labels each: CSV or Parquet, of one's own."""
 
 import csv
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -164,7 +165,14 @@ def _read(path: Path, _changed: int) -> _Table:
             "each, or labels, of several: rename them."
         )
     has_several = own == ["labels"]
-    names, labels = [str(name) for name in columns["path"]], [_split(value, has_several) for value in columns[own[0]]]
+    for row, value in enumerate(columns[own[0]], start=1):
+        if has_several and not (_is_missing(value) or isinstance(value, str | list)):
+            raise ValueError(
+                f"{path}, image {row}, has the labels {value!r}, expected a list, or words with {SEPARATOR} between "
+                "them: write such, or call the column label, of one label each."
+            )
+    names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
+    labels = [_split(value, has_several) for value in columns[own[0]]]
     for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
         if not name or not (given or has_several):
             raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
@@ -177,10 +185,17 @@ def _read(path: Path, _changed: int) -> _Table:
 
 
 def _split(value: Any, has_several: bool) -> tuple[str, ...]:
+    if _is_missing(value):
+        return ()
     if not has_several:
-        return () if value is None or value == "" else (str(value),)
-    parts: Sequence[Any] = value.split(SEPARATOR) if isinstance(value, str) else value or ()
-    return tuple(dict.fromkeys(str(part).strip() for part in parts if str(part).strip()))
+        return (str(value),)
+    parts: Sequence[Any] = value.split(SEPARATOR) if isinstance(value, str) else value
+    return tuple(dict.fromkeys(str(part).strip() for part in parts if not _is_missing(part) and str(part).strip()))
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is empty, null, or NaN, as which other programs write a null."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
