@@ -68,6 +68,14 @@ def test_an_exported_file_begins_a_run_as_its_checkpoint_does(checkpoint: Path, 
     assert_equal(second, first.tensors())
 
 
+def test_an_export_that_was_killed_does_not_hinder_the_next(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "expected.safetensors")
+    (tmp_path / ".partial.model.safetensors").write_bytes(b"half of it")
+    export(checkpoint, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    assert not (tmp_path / ".partial.model.safetensors").exists()
+
+
 def test_a_file_that_does_not_fit_is_refused_as_a_checkpoint_is(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     export(checkpoint, file)

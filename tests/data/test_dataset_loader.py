@@ -1,5 +1,7 @@
 """Mini-batches of a torch Dataset: the order, what items draw, resuming, replicas, and workers."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,32 @@ def test_a_resumed_epoch_goes_on_where_it_stopped_with_any_number_of_workers(num
     loader = DatasetLoader(Numbers(), 4, 0, num_workers=num_workers, shuffle=True)
     loader.start_batch = 1
     assert read(loader) == whole[1:]
+
+
+def draw(items: list[tuple[dict[str, torch.Tensor], float]]) -> tuple[list[int], np.ndarray]:
+    """Return the indices of the items, and what three generators draw."""
+    return [int(item["index"]) for item, _ in items], np.array(
+        [torch.rand(()).item(), np.random.rand(), random.random()]
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_collate_draws_follows_from_the_seed_the_epoch_and_the_mini_batch(num_workers: int) -> None:
+    whole = DatasetLoader(Numbers(), 4, 0, shuffle=True, collate=draw)
+    loader = DatasetLoader(Numbers(), 4, 0, num_workers=num_workers, shuffle=True, collate=draw)
+    drawn = set()
+    for epoch in range(2):
+        before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        whole.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        loader.start_batch = 1
+        expected = list(whole)
+        for (indices, numbers), (found, again) in zip(expected[1:], loader, strict=True):
+            assert found == indices and type(again) is np.ndarray and (again == numbers).all()
+        drawn |= {number for _, numbers in expected for number in numbers}
+        assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
+        assert before[2] == random.getstate()
+    assert len(drawn) == 2 * 3 * 3
 
 
 def test_replicas_share_each_mini_batch() -> None:

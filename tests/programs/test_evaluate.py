@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from hydra import compose
+from PIL import Image
 
-from gpipe.config import ConfigError, to_plain, to_run
+from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import to_evaluated
+from gpipe.programs.complete import complete
+from gpipe.programs.workloads import workload_of
 from tests.support.train_program import TINY, run_folder, start
 
 
@@ -45,8 +48,9 @@ def test_a_checkpoint_behind_the_last_evaluation_gets_the_statistics_of_its_weig
         assert done.returncode == 0, done.stderr
     (seldom,), (often,) = ([*(tmp_path / "runs" / name).iterdir()] for name in ("seldom", "often"))
     rows = [json.loads(line) for line in (often / "metrics.jsonl").read_text().splitlines()]
-    for step in (2, 3):
-        done = start(tmp_path, f"evaluate={seldom}/checkpoints/step-{step:08}", "launch.device=cpu")
+    harmless = ("data.num_workers=1", "data.prefetch_factor=5")
+    for step, words in ((2, ()), (2, harmless), (3, ())):
+        done = start(tmp_path, f"evaluate={seldom}/checkpoints/step-{step:08}", "launch.device=cpu", *words)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         (row,) = (row for row in rows if row["step"] == step and "test/loss" in row)
         expected = {name.removeprefix("test/"): value for name, value in row.items() if name.startswith("test/")}
@@ -117,6 +121,36 @@ def test_the_model_and_its_training_cannot_be_changed(word: str) -> None:
     saved = to_plain(to_run(compose("train")))
     with pytest.raises(ConfigError, match="is said beside evaluate"):
         to_evaluated(compose("train"), saved, [word])
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize("several", [False, True])
+def test_a_table_of_the_other_kind_is_refused(tmp_path: Path, several: bool) -> None:
+    for column in ("label", "labels"):
+        folder = tmp_path / column
+        folder.mkdir()
+        for split in ("train", "val"):
+            (folder / f"{split}.csv").write_text(f"path,{column}\na.png,a\nb.png,b\n")
+        for name in ("a", "b"):
+            Image.new("L", (8, 8)).save(folder / f"{name}.png")
+    own, other = (tmp_path / column for column in (("labels", "label") if several else ("label", "labels")))
+    table = ["data=image_table", f"data.root={own}", "data.image_size=32", "data.num_workers=0"]
+    saved = to_plain(complete(to_run(compose("train", overrides=table))))
+    assert saved["data"]["several_labels"] is several
+
+    def evaluate(*words: str) -> RunConfig:
+        return to_evaluated(compose("train", overrides=["evaluate=x", *table[:1], *words]), saved, words)
+
+    kinds = ("one label", "several labels")
+    for words in ([], ["data=image_table"]):
+        assert workload_of(evaluate(*words, f"data.root={own}")).warnings() == []
+        sentence = f"data.root is {other}, whose images have {kinds[not several]} each, but the model gives "
+        with pytest.raises(ConfigError, match=f"^{sentence}{kinds[several]} each: choose a table of its kind.$"):
+            workload_of(evaluate(*words, f"data.root={other}")).warnings()
+    if several:
+        composed = compose("train", overrides=["evaluate=x", "data=image_folder", "data.num_classes=2"])
+        with pytest.raises(ConfigError, match=r"^data\.name is image_folder, whose images have one label each, but"):
+            to_evaluated(composed, saved, ["data=image_folder"])
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

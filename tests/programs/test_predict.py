@@ -141,3 +141,13 @@ def test_a_class_whose_name_looks_like_mathematics_is_drawn(
     (copied / "classes.txt").write_text("".join(f"$1_$5_{label}\n" for label in range(len(names))))
     answers, _ = predict(f"checkpoint={copied}", f"images={images}", f"grid={tmp_path / 'grid.png'}")
     assert "$1_$5_" in answers and (tmp_path / "grid.png").exists()
+
+
+def test_classes_keep_names_with_other_ends_of_lines(run: Path, tmp_path: Path) -> None:
+    names = [
+        f"a{end}{number}" for number, end in enumerate(["\u0085", "\u2028", "\v", "\f", "\r", " ", "", "-", ".", ","])
+    ]
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (copied / "classes.txt").write_bytes("".join(f"{name}\n" for name in names).encode())
+    assert open_classifier(str(copied), torch.device("cpu")).class_names == names

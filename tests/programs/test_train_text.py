@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import load_layers
 from gpipe.config import read_yaml
 from gpipe.config.saved import from_plain
+from gpipe.data import Tokenizer
 from gpipe.programs.build import build_layers
 from tests.support.train_program import run_folder, start, train_here, weights
 
@@ -69,6 +71,21 @@ def test_transformers_loads_what_was_trained_and_answers_alike(
     tokens = torch.randint(4, 4000, (2, 12))
     with torch.no_grad():
         assert torch.equal(layers.eval()(tokens), model(tokens).logits)
+
+
+def test_an_evaluation_with_another_tokenizer_is_refused(trained: Path, text: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.model"
+    shutil.copy(trained / "tokenizer.model", given)
+    words = [word for word in WORDS if word.startswith("data") or word == "trainer.evaluation.max_batches=2"]
+    words += [f"evaluate={trained}", f"data.root={text}", f"data.tokenizer={given}", "launch.device=cpu"]
+    done = start(tmp_path, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (text / "text.txt").read_text().splitlines()
+    other = Tokenizer.train(lines, 320, given)
+    done = start(tmp_path, *words)
+    assert done.returncode == 1, done.stderr
+    said = r"error: evaluate is \S+, whose tokenizer has the SHA-256 \w+\.\.\., but this run's has "
+    assert re.match(said + other.sha256[:12], done.stderr)
 
 
 @pytest.mark.usefixtures("composer")

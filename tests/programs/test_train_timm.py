@@ -20,6 +20,7 @@ import gpipe._compat.torchvision  # noqa: F401  (before timm)
 # isort: split
 
 import timm
+from timm.data import create_transform, resolve_data_config
 
 from gpipe.checkpoint.__main__ import main as checkpoint_program
 from gpipe.config import read_yaml, to_run
@@ -27,6 +28,7 @@ from gpipe.data import open_image_set
 from gpipe.programs.build import build_layers
 from gpipe.programs.complete import complete
 from gpipe.programs.predict import open_classifier
+from gpipe.programs.workloads import workload_of
 from tests.support.train_program import ROOT, TRAIN, run_folder, start, train_here, weights
 
 SIZE = 32
@@ -74,6 +76,27 @@ def test_a_run_has_the_classes_of_the_folder_and_the_models_own_settings_of_imag
     assert (tuple(data["mean"]), tuple(data["std"]), data["interpolation"]) == (own.mean, own.std, own.interpolation)
     assert (data["center_crop"], data["keep_aspect"]) == (1.0, True)
     assert (trained / "classes.txt").read_text().split() == ["birds", "cats", "dogs"]
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(("name", "keep_aspect"), [("test_resnet", True), ("dm_nfnet_f0", False)])
+def test_an_image_that_is_no_square_is_evaluated_as_timm_does(name: str, keep_aspect: bool) -> None:
+    words = [
+        *WORDS,
+        f"model.name={name}",
+        "data.num_classes=2",
+        "data.root=.",
+        "data.image_size=90",
+        "data.center_crop=null",
+    ]
+    run = complete(to_run(compose("train", overrides=words)))
+    assert run.data.keep_aspect is keep_aspect
+    across = np.linspace(0, 1, 300)[None, :] + 0.3 * np.sin(np.linspace(0, 9, 200))[:, None]
+    image = Image.fromarray((200 * across / across.max()).astype(np.uint8)).convert("RGB")
+    settings = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    theirs = create_transform(**settings | {"input_size": (3, 90, 90)})
+    ours = workload_of(run).evaluation_transform()
+    assert (ours(image) - theirs(image)).abs().mean() < 0.03  # of a standard deviation: timm resizes first
 
 
 def test_timm_loads_what_was_trained_and_answers_alike(trained: Path, folder: Path, tmp_path: Path) -> None:

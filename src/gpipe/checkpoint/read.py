@@ -167,6 +167,7 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
         image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as partial:
+        partial.unlink(missing_ok=True)  # of an export that was killed
         image.write(partial)
     if copied is not None:
         with replacing(copied) as partial:

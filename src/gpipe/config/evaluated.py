@@ -28,7 +28,8 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
         overrides: the words of the command line; of data, pipeline and trainer.evaluation only what they say counts.
 
     Raises:
-        ConfigError: the command line changes the model or how it was trained; the data has other classes.
+        ConfigError: the command line changes the model or how it was trained; the data has other classes, or images
+            with another kind of labels.
     """
     plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
     plain["launch"] = _plain(composed, "launch")
@@ -49,6 +50,8 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             plain["data"] = {name: given.get(name, value) for name, value in chosen.items()}
             if chosen.get("num_classes", 0) is None:  # whether it has as many is counted with the data
                 plain["data"]["num_classes"] = saved["data"].get("num_classes")
+            if chosen.get("several_labels", 0) is None:  # so is whether its images have
+                plain["data"]["several_labels"] = _has_several_labels(saved["data"])
         elif key == section:
             plain[section] = _plain(composed, section)
         else:
@@ -60,6 +63,12 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             f"data.name is {run.data.name}, which has {found} classes, but the model tells {trained} apart: choose a "
             "data set with its classes."
         )
+    has_several, gives_several = (_has_several_labels(data) for data in (plain["data"], saved["data"]))
+    if has_several != gives_several:
+        raise ConfigError(
+            f"data.name is {run.data.name}, whose images have {describe_kind(has_several)}, but the model gives "
+            f"{describe_kind(gives_several)}: choose a data set of its kind."
+        )
     return run
 
 
@@ -70,6 +79,15 @@ def _find_keys(key: str, value: Any) -> Iterator[str]:
         return
     for name, inside in value.items():
         yield from _find_keys(f"{key}.{name}", inside)
+
+
+def describe_kind(has_several_labels: bool) -> str:
+    """Return how many labels an image has, in words."""
+    return "several labels each" if has_several_labels else "one label each"
+
+
+def _has_several_labels(data: Mapping[str, Any]) -> bool:
+    return bool(data.get("several_labels"))
 
 
 def _plain(composed: DictConfig, section: str) -> dict[str, Any]:

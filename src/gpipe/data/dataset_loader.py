@@ -8,14 +8,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gpipe.data.epoch_loader import EpochLoader, EpochOptions
-from gpipe.data.randomness import preserve_generators, seed_sample
+from gpipe.data.randomness import preserve_generators, seed_mini_batch, seed_sample
 
 
 class DatasetLoader(EpochLoader):
     """Yield the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
 
     A resumed training sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch),
-    and torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index).
+    and torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index), and for `collate` by
+    (seed, epoch, number of the mini-batch).
 
     Args:
         dataset: has a length, and items by index.
@@ -46,13 +47,14 @@ class DatasetLoader(EpochLoader):
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the mini-batches from start_batch on."""
         self.wait_seconds = 0.0
+        numbers = self._batch_numbers()
         parts: Sequence[list[int]] = [part.tolist() for part in self._parts()]
-        items = _SeededItems(self._dataset, self._seed, self.epoch)
         reader = DataLoader(
-            items,
-            batch_sampler=parts,
+            _SeededBatches(self._dataset, self._collate, self._seed, self.epoch),
+            batch_size=None,  # a request is a whole mini-batch
+            sampler=list(zip(numbers, parts, strict=True)),
+            collate_fn=_keep,
             num_workers=self._num_workers,
-            collate_fn=self._collate,
             generator=torch.Generator(),  # else it draws from the global one
         )
         batches = iter(reader)
@@ -63,13 +65,23 @@ class DatasetLoader(EpochLoader):
             yield inputs, targets
 
 
-class _SeededItems(Dataset[Any]):
-    """The items of a dataset in one epoch."""
+class _SeededBatches(Dataset[Any]):
+    """The mini-batches of one epoch of a dataset, by their numbers and the indices of their items."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
+        self._dataset, self._collate, self._seed, self._epoch = dataset, collate, seed, epoch
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, request: tuple[int, list[int]]) -> Any:
+        number, indices = request
         with preserve_generators():
-            seed_sample(self._seed, self._epoch, index)
-            return self._dataset[index]
+            items = [self._item(index) for index in indices]
+            seed_mini_batch(self._seed, self._epoch, number)
+            return self._collate(items)
+
+    def _item(self, index: int) -> Any:
+        seed_sample(self._seed, self._epoch, index)
+        return self._dataset[index]
+
+
+def _keep(batch: Any) -> Any:
+    return batch

@@ -21,13 +21,15 @@ class DataSettings:
 
     Attributes:
         image_size: pixels per side.
-        center_crop: the share of the shorter side that an evaluation crop has.
+        center_crop: the share of the shorter side that an evaluation crop has, or of both sides.
+        keep_aspect: whether that crop is a square; timm squashes the images of other models.
         interpolation: "bilinear" or "bicubic".
         mean, std: of each channel of pixels in [0, 1].
     """
 
     image_size: int
     center_crop: float
+    keep_aspect: bool
     interpolation: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -54,7 +56,8 @@ def data_settings(name: str, channels: int) -> DataSettings:
         for values in (found["mean"], found["std"])
     ]
     interpolation = found["interpolation"] if found["interpolation"] == "bilinear" else "bicubic"
-    return DataSettings(found["input_size"][-1], found["crop_pct"], interpolation, mean, std)
+    keep_aspect = found["crop_mode"] != "squash"
+    return DataSettings(found["input_size"][-1], found["crop_pct"], keep_aspect, interpolation, mean, std)
 
 
 def _described(name: str) -> Any:

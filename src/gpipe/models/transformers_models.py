@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_NUM_COMPARED_TOKENS = 8
+
 
 class Logits(nn.Module):
     """Tells the next token of sequences, int64 [n, time] -> float [n, time, vocabulary], by a model of transformers.
@@ -78,12 +80,13 @@ def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Log
     """Make a model on the CPU, with the same initial weights in every process; the global generator stays as it was.
 
     Raises:
-        ValueError: transformers refuses it, or it has fewer positions than sequences have tokens.
+        ValueError: transformers refuses it, it has fewer positions than sequences have tokens, or it sees the tokens
+            that it is to tell; on the meta device, which has no logits to compare, nobody finds out.
     """
     import transformers
 
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < sequence_length:
+    if positions is not None and 0 <= positions < sequence_length:  # xlnet's -1 is no limit
         raise ValueError(
             f"data.sequence_length is {sequence_length}, but {config.model_type} has {positions} positions: lower it, "
             "or raise max_position_embeddings (n_positions for gpt2) in model.arguments."
@@ -91,10 +94,40 @@ def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Log
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return Logits(transformers.AutoModelForCausalLM.from_config(config))
+            model = Logits(transformers.AutoModelForCausalLM.from_config(config))
         except Exception as error:  # whatever its architecture raises
             reason = (str(error) or type(error).__name__).partition("\n")[0]
             raise ValueError(f"model.arguments make no {config.model_type} ({reason}): correct them.") from error
+        num_tokens = min(sequence_length, _NUM_COMPARED_TOKENS)
+        if num_tokens > 1 and _sees_later_tokens(model, num_tokens, config.get_text_config().vocab_size):
+            decoder = getattr(config, "is_decoder", None) is False
+            remedy = "set +model.arguments.is_decoder=true, or choose" if decoder else "choose"
+            raise ValueError(
+                f"model.name is {config.model_type}, which sees later tokens, expected a model that tells each token "
+                f"from the earlier ones alone: {remedy} another type, such as gpt2."
+            )
+    return model
+
+
+def _sees_later_tokens(model: Logits, num_tokens: int, vocabulary_size: int) -> bool:
+    """Return whether the last token changes logits before it; False for a model that cannot be asked."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return False
+    tokens = torch.randint(vocabulary_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % vocabulary_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits, changed = (model(sequence)[:, :-1] for sequence in (tokens, other))
+    except Exception:  # noqa: BLE001 - what it cannot run, tracing refuses with the reason
+        return False
+    finally:
+        model.train(was_training)
+    # Experts get their tokens in groups of other sizes, so that sums round differently.
+    tolerance = 100 * torch.finfo(logits.dtype).eps * logits.abs().max()
+    return bool((logits - changed).abs().max() > tolerance)
 
 
 def config_text(config: Any) -> str:

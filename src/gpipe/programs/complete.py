@@ -90,5 +90,5 @@ def _timm_settings(name: str, data: ImagesConfig) -> dict[str, Any]:
         key: list(value) if isinstance(value, tuple) else value
         for key, value in asdict(data_settings(name, data.channels)).items()
     }
-    own |= {"interpolation": Interpolation(own["interpolation"]), "keep_aspect": True}
+    own["interpolation"] = Interpolation(own["interpolation"])
     return {key: value for key, value in own.items() if getattr(data, key) is None}

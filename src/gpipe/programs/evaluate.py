@@ -17,6 +17,7 @@ from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place
 from gpipe.programs.train import describe_processes
+from gpipe.records import same_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,10 +53,13 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
+        ConfigError: the model was trained with another tokenizer.
     """
+    from gpipe.checkpoint.manifest import Manifest
     from gpipe.checkpoint.read import load_checkpoint
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
+    from gpipe.programs.chosen_checkpoint import refuse_other_files
     from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import build_autocast, settle_precision
     from gpipe.programs.trained import describe_stale_statistics
@@ -67,11 +71,12 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     garbage_collection.resume()
     run = settle_precision(run, detect_accelerator(place.device_type))
+    workload, settings = workload_of(run), run.trainer.evaluation
+    refuse_other_files(f"evaluate is {checkpoint}", Manifest.read(checkpoint).config, workload.keep(None))
     layers = build.build_layers(run)
     layout = share_layout(run, layers, place)
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, layout  # other stages' layers may have memory, which ends here
-    workload, settings = workload_of(run), run.trainer.evaluation
     pin_memory = place.device_type == "cuda"
     loaders = workload.evaluation_loaders(pipeline, pin_memory=pin_memory)
     ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
@@ -84,7 +89,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     statistics_loader = None
     if (stale := describe_stale_statistics(checkpoint, manifest)) is not None:
-        if to_plain(run)["data"] == manifest.config["data"]:
+        if same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]}):
             statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:

@@ -28,7 +28,7 @@ from gpipe.programs.complete import without_fetching
 from gpipe.programs.trained import describe_stale_statistics, find_trained
 from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
-from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification
+from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification, read_class_names
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _GRID_SIDE = 6
@@ -109,7 +109,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     load_layers(path, layers)
     names = path.parent.parent / CLASSES_FILE
     num_classes = workload.num_classes
-    class_names = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
+    class_names = read_class_names(names) if names.is_file() else []
     if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
         class_names = [f"class {label}" for label in range(num_classes)]
     transform = workload.evaluation_transform()

@@ -1,6 +1,8 @@
 """Images that a CSV or Parquet table lists: what is read, shared out, and refused."""
 
 import csv
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,35 @@ def test_an_image_that_is_listed_twice_is_in_one_split(tmp_path: Path, header: t
     assert not {test.path(i) for i in range(len(test))} & {train.path(i) for i in range(len(train))}  # type: ignore[attr-defined]
 
 
+def paths(images: Any) -> set[str]:
+    return {os.path.normpath(images.path(index)) for index in range(len(images))}
+
+
+@pytest.mark.parametrize("header", [("path", "label"), ("path", "labels")], ids=" ".join)
+def test_an_image_under_several_labels_or_spellings_is_in_one_split(tmp_path: Path, header: tuple[str, str]) -> None:
+    rows = [(f"{number}.png", str(number % 2)) for number in range(40)]
+    for name, _ in rows:
+        (tmp_path / name).touch()
+    other_label = [(name, str(1 - int(label))) for name, label in rows[:20]]
+    other_spelling = [(f"./{name}", label) for name, label in rows[10:30]]
+    absolute = [(str(tmp_path / "a" / ".." / name), label) for name, label in rows[20:]]
+    write_csv(tmp_path / "train.csv", header, rows)
+    alone = [open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test")]
+    write_csv(tmp_path / "train.csv", header, [*rows, *other_label, *other_spelling, *absolute])
+    (tmp_path / "a").mkdir()
+    found = [open_image_set("image_table", split, tmp_path, 0.25) for split in ("train", "test")]
+    assert sum(map(len, found)) == 100
+    for before, after in zip(alone, found, strict=True):
+        assert paths(before) == paths(after)
+    assert not paths(found[0]) & paths(found[1])
+
+
+def test_a_class_whose_images_are_all_of_other_classes_first_is_refused(root: Path) -> None:
+    write_csv(root / "train.csv", ("path", "label"), [*ONE, ("2.png", "cow")])
+    with pytest.raises(ValueError, match=r"class cow has no image that is not listed under another class first, "):
+        open_image_set("image_table", "train", root, 0.5)
+
+
 GOOD = "path,label\n3.png,a\n2.png,b\n"
 # What a folder has in place of a good table, the share for evaluation, and what is said.
 BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
@@ -140,6 +171,9 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
         {"train.csv": GOOD, "val.csv": "path,labels\n3.png,a\n"}, None, r"columns of different names",
     ),
     "a missing label": ({"train.csv": "path,label\n3.png,a\n2.png,\n"}, 0.5, r"image 2, has the path '2.png'"),
+    "a label of two lines": (
+        {"train.csv": 'path,label\n3.png,a\n2.png,"b\nc"\n'}, 0.5, r"image 2, has the label 'b\\nc', expected one line",
+    ),
     "a missing value": ({"train.csv": "path,label\n3.png\n"}, 0.5, r"line 2 has 1 values for 2 columns"),
     "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),
@@ -167,3 +201,35 @@ def test_a_folder_without_a_table_is_said_with_what_is_expected(root: Path) -> N
 def test_labels_of_one_kind_stay_numbers(root: Path) -> None:
     write_csv(root / "train.csv", ("path", "label"), ONE)
     assert open_image_set("image_table", "train", root, 0.5).labels.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"path": ["2.png", "3.png"], "labels": [1, 2]}, r"image 1, has the labels 1, expected a list, or words with"),
+        ({"path": ["2.png", "3.png"], "labels": [None, 0.5]}, r"image 2, has the labels 0\.5, expected a list"),
+        (
+            {"path": ["2.png", "3.png"], "label": [1.0, math.nan]},
+            r"image 2, has the path '3.png' and the labels \[\]: ",
+        ),
+        ({"path": ["2.png", "3.png"], "label": ["a", None]}, r"image 2, has the path '3.png' and the labels \[\]: "),
+        ({"path": [None, "3.png"], "label": ["a", "b"]}, r"image 1, has the path '' and the labels \['a'\]: "),
+        ({"path": [None, "3.png"], "labels": [["a"], ["b"]]}, r"image 1, has the path '' and the labels \['a'\]: "),
+    ],
+    ids=str,
+)
+def test_what_parquet_has_besides_words_is_refused_in_a_sentence(
+    root: Path, columns: dict[str, Any], said: str
+) -> None:
+    parquet.write_table(pyarrow.table(columns), root / "train.parquet")
+    with pytest.raises(ValueError, match=said) as error:
+        open_image_set("image_table", "train", root, 0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_a_null_among_several_labels_is_none(root: Path) -> None:
+    columns = {"path": ["2.png", "3.png", "a/0.png"], "labels": [["a", None, "b"], None, ["a"]]}
+    parquet.write_table(pyarrow.table(columns), root / "train.parquet")
+    train, test = (open_image_set("image_table", split, root, 0.4) for split in ("train", "test"))
+    assert train.class_names == ["a", "b"]
+    assert sorted([*train.labels.tolist(), *test.labels.tolist()]) == [[False, False], [True, False], [True, True]]

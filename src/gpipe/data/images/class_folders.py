@@ -107,7 +107,8 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
 def take_share(images: Sequence[str], split: str, share: float, class_name: str) -> list[int]:
     """Return the positions of the images of one class that belong to a split; each split has at least one."""
     if len(set(images)) < 2:
-        raise ValueError(f"the class {class_name} has one image, expected 2 or more to share out; add another")
+        count = "one image" if images else "no image that is not listed under another class first"
+        raise ValueError(f"the class {class_name} has {count}, expected 2 or more to share out; add another")
     drawn = draw_share(images, share)
     return [position for position, image in enumerate(images) if (image in drawn) == (split == "test")]
 

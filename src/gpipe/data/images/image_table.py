@@ -1,6 +1,8 @@
 """The reader of image files that a table lists, with one or several labels each: CSV or Parquet, of one's own."""
 
 import csv
+import math
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import draw_share, take_share
 from gpipe.data.images.image_set import ImageFiles, are_files
@@ -84,7 +87,7 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
         split: "train" or "test".
         share: as in `check_own_table`. Of images with several labels each, it is a share of all. All rows of an image
-            are in one split.
+            are in one split, whatever their labels and however they spell its path.
 
     Raises:
         ValueError: as `check_own_table`.
@@ -102,23 +105,36 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         )
     number = {name: label for label, name in enumerate(classes)}
     rows = list(range(len(table.names)))
+    labels: NDArray[np.int64] | NDArray[np.bool_]
     if table.has_several:
         labels = np.zeros((len(rows), len(classes)), dtype=np.bool_)
         for row, names in enumerate(table.labels):
             labels[row, [number[name] for name in names]] = True
-        if share is not None:
-            drawn = draw_share(table.names, share)
-            rows = [row for row in rows if (table.names[row] in drawn) == (split == "test")]
     else:
         labels = np.array([number[name] for (name,) in table.labels], dtype=np.int64)
-        if share is not None:
-            of_class = ([row for row in rows if labels[row] == label] for label in range(len(classes)))
-            rows = sorted(
-                each[position]
-                for label, each in enumerate(of_class)
-                for position in take_share([table.names[row] for row in each], split, share, classes[label])
-            )
+    if share is not None:
+        drawn = _draw_rows(root, table, share)
+        rows = [row for row in rows if (row in drawn) == (split == "test")]
     return ImageFiles(root, [table.names[row] for row in rows], labels[rows], classes)
+
+
+def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
+    """Return the rows that are for evaluation: all those of the images that are drawn by the names in their first rows.
+
+    Of images with one label each, a share of each class is drawn; an image's class is its first row's.
+    """
+    images = [os.path.normpath(root / name) for name in table.names]
+    first: dict[str, int] = {}
+    for row, image in enumerate(images):
+        first.setdefault(image, row)
+    if table.has_several:
+        drawn = draw_share([table.names[row] for row in first.values()], share)
+    else:
+        of_class: dict[str, list[str]] = {label: [] for label in _list_classes(table)}
+        for row in first.values():
+            of_class[table.labels[row][0]].append(table.names[row])
+        drawn = {own[position] for label, own in of_class.items() for position in take_share(own, "test", share, label)}
+    return {row for row, image in enumerate(images) if table.names[first[image]] in drawn}
 
 
 def _list_classes(table: _Table) -> list[str]:
@@ -149,18 +165,37 @@ def _read(path: Path, _changed: int) -> _Table:
             "each, or labels, of several: rename them."
         )
     has_several = own == ["labels"]
-    names, labels = [str(name) for name in columns["path"]], [_split(value, has_several) for value in columns[own[0]]]
+    for row, value in enumerate(columns[own[0]], start=1):
+        if has_several and not (_is_missing(value) or isinstance(value, str | list)):
+            raise ValueError(
+                f"{path}, image {row}, has the labels {value!r}, expected a list, or words with {SEPARATOR} between "
+                "them: write such, or call the column label, of one label each."
+            )
+    names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
+    labels = [_split(value, has_several) for value in columns[own[0]]]
     for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
         if not name or not (given or has_several):
             raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
+        if several_lines := [label for label in given if "\n" in label]:
+            raise ValueError(
+                f"{path}, image {row}, has the label {several_lines[0]!r}, expected one line, for runs keep a line per "
+                "class: rename it."
+            )
     return _Table(path, names, labels, has_several)
 
 
 def _split(value: Any, has_several: bool) -> tuple[str, ...]:
+    if _is_missing(value):
+        return ()
     if not has_several:
-        return () if value is None or value == "" else (str(value),)
-    parts: Sequence[Any] = value.split(SEPARATOR) if isinstance(value, str) else value or ()
-    return tuple(dict.fromkeys(str(part).strip() for part in parts if str(part).strip()))
+        return (str(value),)
+    parts: Sequence[Any] = value.split(SEPARATOR) if isinstance(value, str) else value
+    return tuple(dict.fromkeys(str(part).strip() for part in parts if not _is_missing(part) and str(part).strip()))
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is empty, null, or NaN, as which other programs write a null."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
+from gpipe.config.evaluated import describe_kind
 from gpipe.data import (
     BytesToPixels,
     ImageLoader,
@@ -37,6 +38,11 @@ CLASSES_FILE = "classes.txt"
 # The public TPU code's, where neither the data nor the model has its own.
 _IMAGE_SIZE, _CENTER_CROP = 224, 0.875
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Return the names of the classes that a run left in a file, a line each; other ends of lines belong to names."""
+    return path.read_bytes().decode().removesuffix("\n").split("\n")
 
 
 @dataclass(frozen=True)
@@ -138,21 +144,19 @@ class ImageClassification(Workload):
         if folder is not None:
             if (other := self.describe_other_labels(folder)) is not None:
                 raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")
-            write_flushed(folder / CLASSES_FILE, self._describe_labels())
+            names = self._sets["train"].class_names
+            write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in names))
         return {}
 
     def describe_other_labels(self, folder: Path) -> str | None:
         """Say which class has another number than in the run in that folder."""
         path = folder / CLASSES_FILE
         if path.exists():
-            names = path.read_bytes().decode().split("\n"), self._describe_labels().split("\n")
+            names = read_class_names(path), self._sets["train"].class_names
             for label, (there, here) in enumerate(zip_longest(*names)):
                 if there != here:
                     return f"class {label} is {there or 'none'} in {path}, and {here or 'none'} in the data"
         return None
-
-    def _describe_labels(self) -> str:
-        return "".join(f"{name}\n" for name in self._sets["train"].class_names)
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
@@ -179,6 +183,11 @@ class ImageClassification(Workload):
         share = data.validation_share if isinstance(data, OwnImagesConfig) else None
         image_set = open_image_set(data.name, split, data.root, share)
         refuse_other_classes(data.name, len(image_set.class_names), self.num_classes)
+        if (found := image_set.labels.ndim > 1) != self.has_several_labels:
+            raise ConfigError(
+                f"data.root is {data.root}, whose images have {describe_kind(found)}, but the model gives "
+                f"{describe_kind(not found)}: choose a table of its kind."
+            )
         return image_set
 
     @property
