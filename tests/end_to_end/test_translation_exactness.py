@@ -35,6 +35,7 @@ def test_stages_in_one_process_train_the_plain_model(num_stages: int, mode: str)
     assert_bitwise_equal(run(Case(num_stages, rematerialize=mode)), run_once(Case(1, rematerialize="never")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_process_per_stage_trains_the_plain_model(num_stages: int, processes: ProcessPool) -> None:
     cases = [Case(num_stages, tied=tied) for tied in TIES] + [Case(num_stages, schedule="1f1b")]

@@ -100,6 +100,7 @@ def test_one_process_trains_as_one_stage_does(layout: tuple[str, int, int]) -> N
         assert_bitwise_equal(run(case), oracle(case), str(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[1] > 1 or layout[0] == "gpipe"], ids=str)
 def test_one_process_per_device_trains_as_one_stage_does(layout: tuple[str, int, int], processes: ProcessPool) -> None:
     all_cases = [everything(*layout, *sizes_and_mode) for sizes_and_mode in sizes_and_modes(LAYOUTS.index(layout) + 1)]

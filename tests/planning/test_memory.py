@@ -22,6 +22,7 @@ def model(request: pytest.FixtureRequest) -> SmallModel:
 
 
 # What the stages keep differs most between these; experiments/planned_memory goes through all.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "mode"),
     [
@@ -44,6 +45,7 @@ def test_a_stages_planned_peak_is_within_a_tenth_of_the_allocators(
     assert found["planned_bytes"] == pytest.approx(found["measured_bytes"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Rematerialize.ALWAYS, Rematerialize.NEVER])
 def test_copies_of_weights_that_autocast_makes_are_planned_once_per_step(
     model: SmallModel, mode: Rematerialize
@@ -59,6 +61,7 @@ def strangers() -> dict[str, SmallModel]:
 
 
 # Those whose operations take most inside of themselves, and one with gradients that skip stages.
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Rematerialize.ALWAYS, Rematerialize.NEVER])
 @pytest.mark.parametrize("title", ["LSTM, 4 layers", "ConvNeXt", "ResNet-18", "U-Net", "Llama of transformers"])
 def test_a_strangers_planned_peak_is_within_a_tenth_of_the_allocators(

@@ -107,6 +107,7 @@ def test_memory_is_measured_of_processors_alone() -> None:
         share_layout(run, build_layers(run), replace(ALONE, device_type="cuda"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", PartitionBy)
 @pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
 def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[str, ...], cut: PartitionBy) -> None:
@@ -118,6 +119,7 @@ def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[s
         assert sum(share_layout(run, layers, ALONE).partitions) == len(layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
 def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[str, ...]) -> None:
     for schedule in PipelineSchedule:

@@ -86,6 +86,7 @@ def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")
 
 
+@pytest.mark.slow
 def test_a_larger_model_is_found_for_more_stages_than_this_one_has_layers(plan: Plan) -> None:
     said = plan(*SMALL, "pipeline.num_stages=12", "memory_gib=0.001", "find=num_layers")
     assert re.match(r"The largest num_layers that fits is (1[2-9]|[2-9]\d)\.\n", said), said

@@ -26,6 +26,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "num_batches", "num_left"),
     [("fgvc_aircraft", 26, 11), ("birdsnap", 185, 26)],

@@ -18,6 +18,7 @@ def measure_without_limit(machine: Machine, column: Column) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.family)
 def test_a_gpu_holds_what_was_planned(column: Column, simulated: Machine) -> None:
     found = measure_without_limit(simulated, column)

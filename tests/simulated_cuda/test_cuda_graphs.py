@@ -31,6 +31,7 @@ SETTINGS = [
 TWO_DEVICES = [name for name, num_devices in MACHINES.items() if num_devices > 1]
 
 
+@pytest.mark.slow
 @on_all_machines
 def test_one_process_trains_as_one_stage_without_graphs_does(machine: Machine) -> None:
     (outcomes,) = machine.run(1, train_each, SETTINGS)

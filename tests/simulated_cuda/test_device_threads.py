@@ -25,6 +25,7 @@ on_several = pytest.mark.parametrize(
 SEVERAL = [layout for layout in LAYOUTS if layout[1] > layout[2]]
 
 
+@pytest.mark.slow
 @on_several
 @pytest.mark.parametrize("layout", SEVERAL, ids=str)
 def test_threads_train_as_one_stage_does(layout: Layout, machine: Machine) -> None:

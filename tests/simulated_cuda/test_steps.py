@@ -120,6 +120,7 @@ def test_the_host_waits_twice_per_step_at_most(num_processes: int, setting: Sett
         assert_that_the_host_hardly_waits(outcome, setting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_replicas", "settings"),
     [
