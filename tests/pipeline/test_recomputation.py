@@ -239,21 +239,28 @@ class Begins(nn.Module):
         return self.linear(x) * (1 + self.average)
 
 
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("is_declared", [True, False])
-def test_a_buffer_that_the_forward_makes_is_refused_where_it_runs_again(is_declared: bool) -> None:
+def test_a_recomputation_makes_the_buffers_that_the_forward_made(is_declared: bool, mode: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 3), Begins(is_declared=is_declared))
-    batch = torch.randn(4, 3), torch.randn(4, 3)
-    expected = copy.deepcopy(layers)
-    for _ in range(2):  # nothing is left behind
-        with pytest.raises(
-            gpipe.PipelineError, match=r"the forward made the buffer layers\.1\.average, which a recomp"
-        ):
-            gpipe.Pipeline(layers, F.mse_loss, [2], 1).train_step(batch)
-    gpipe.Pipeline(layers, F.mse_loss, [2], 1, rematerialize="never").train_step(batch)
-    gpipe.Pipeline(layers, F.mse_loss, [2], 1).train_step(batch)  # it is there now
+    plain, batch = copy.deepcopy(layers), (torch.randn(6, 3), torch.randn(6, 3))
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [2], 3, rematerialize=mode)
     for _ in range(2):
-        F.mse_loss(expected(batch[0]), batch[1]).backward()
-    assert torch.equal(layers[1].average, expected[1].average)
+        pipeline.train_step(batch)
+        for inputs, targets in zip(*(part.chunk(3) for part in batch), strict=True):
+            (F.mse_loss(plain(inputs), targets) / 3).backward()
+        assert torch.equal(layers[1].average, plain[1].average)
+        for one, other in zip(layers.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_buffer_that_a_failed_step_made_is_gone(is_declared: bool) -> None:
+    layers = nn.Sequential(Begins(is_declared=is_declared), nn.Linear(3, 3))
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [2], 2)
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step((torch.full((4, 3), torch.inf), torch.zeros(4, 3)))
+    assert getattr(layers[0], "average", None) is None and ("average" in layers[0]._buffers) == is_declared
 
 
 class Scales(nn.Module):

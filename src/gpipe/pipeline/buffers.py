@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
@@ -22,8 +23,8 @@ from gpipe.pipeline.nothing import NOTHING
 BufferPlace: TypeAlias = tuple[int, str]
 """Where a buffer is: the identity of its module, and its name there."""
 
-BufferCopies: TypeAlias = dict[BufferPlace, Tensor]
-"""Copies of buffers."""
+BufferCopies: TypeAlias = dict[BufferPlace, Tensor | None]
+"""Copies of buffers; None where there was none."""
 
 
 _NO_COPIES: AbstractContextManager[BufferCopies] = nullcontext({})
@@ -39,8 +40,9 @@ class Buffers:
     def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
         self._layers, self._shared = layers, shared
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
-        self._watched: dict[int, nn.Module] = {}  # those that may get new ones: all of them, in the first forward ever
+        self._watched: dict[int, nn.Module] = {}  # those that may make some: all, in the first forward ever
         self._places: list[BufferPlace] = []
+        self._made: list[BufferPlace] = []  # of those that the step's first forward has made
         self._moving: Iterable[BufferPlace] | None = (
             None  # those that forwards change; None before a step's first forward
         )
@@ -50,13 +52,14 @@ class Buffers:
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Begin a training step with the buffers of all modules of the layers, which may have got others."""
-        self._moving, self._start = None, {}
+        self._moving, self._start, self._made = None, {}, []
         is_first = self._silent is None
         modules = list(modules) if is_first else modules
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
         others = {id(m): m for m in modules if not m._buffers} if is_first else {}
-        self._watched = self._modules | others
+        watched = self._modules | others
+        self._watched = {owner: m for owner, m in watched.items() if not isinstance(m, LazyModuleMixin)}
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
@@ -64,23 +67,22 @@ class Buffers:
         After an error in the body they are as they were.
 
         Raises:
-            ValueError: a buffer changed that was not there, or did not in the step's first micro-batch, so that nobody
-                knows its value before: the forward cannot be repeated, as a recomputation has to.
+            ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
+                before: the forward cannot be repeated, as a recomputation has to.
         """
-        if not self._places and self._silent is not None:
-            return _NO_COPIES
-        return self._moved(for_recomputation=for_recomputation)
+        is_needed = self._places or self._made or self._silent is None
+        return self._moved(for_recomputation=for_recomputation) if is_needed else _NO_COPIES
 
     @contextmanager
     def _moved(self, *, for_recomputation: bool) -> Iterator[BufferCopies]:
         is_first = self._moving is None
-        before = self._current(self._places)
+        before = self._current([*self._places, *self._made])
         versions = {place: buffer._version for place, buffer in before.items()}
-        snapshot = _copy(before if self._moving is None else {place: before[place] for place in self._moving})
+        snapshot = _copy(before if self._moving is None else {place: before.get(place) for place in self._moving})
         try:
             yield snapshot
         except BaseException:
-            self._restore(snapshot)
+            self._restore({**snapshot, **self._find_made(before)} if is_first else snapshot)
             raise
         changed = {
             place
@@ -88,13 +90,14 @@ class Buffers:
             if buffer is not before.get(place) or buffer._version != versions[place]
         }
         if is_first:
-            if for_recomputation:
-                self._refuse_new(before, snapshot)
             if self._silent is None:  # compared once: on a GPU it takes a wait per buffer
                 current = self._current(snapshot.keys() - changed)
-                self._silent = {p for p, buffer in current.items() if not torch.equal(buffer, snapshot[p])}
+                self._silent = {p for p, buffer in current.items() if not _are_equal(buffer, snapshot[p])}
             for place in snapshot.keys() - changed - self._silent:
                 del snapshot[place]
+            made = self._find_made(before)
+            snapshot |= made
+            self._made = [place for place in made if place not in self._places]
             if shared := [name for name in map(self._name, snapshot if self._shared else ()) if name in self._shared]:
                 self._restore(snapshot)
                 raise ValueError(
@@ -112,21 +115,15 @@ class Buffers:
                 "one; let it change in all micro-batches or in none, or set rematerialize='never'"
             )
 
-    def _refuse_new(self, before: Mapping[BufferPlace, Tensor], snapshot: BufferCopies) -> None:
+    def _find_made(self, before: Mapping[BufferPlace, Tensor]) -> BufferCopies:
+        """Return what there was of the buffers that the first forward of a step has made: None of each."""
+        made: BufferCopies = {}
         for owner, module in self._watched.items():
             for name, buffer in module._buffers.items():
-                if buffer is None or (owner, name) in before:
-                    continue
-                said = self._name((owner, name))
-                if (owner, name) in self._places:
-                    module._buffers[name] = None
-                else:
-                    delattr(module, name)
-                self._restore(snapshot)
-                raise ValueError(
-                    f"the forward made the buffer {said}, which a recomputation would find made; give it its first "
-                    "value where the layer is made, run the layer once before, or set rematerialize='never'"
-                )
+                if buffer is not None and (owner, name) not in before:
+                    made[owner, name] = None
+                    self._modules[owner] = module
+        return made
 
     def replaced(self, snapshot: BufferCopies) -> AbstractContextManager[None]:
         """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""
@@ -134,7 +131,8 @@ class Buffers:
 
     @contextmanager
     def _replaced(self, snapshot: BufferCopies) -> Iterator[None]:
-        before = self._current(snapshot)
+        current = self._current(snapshot)
+        before = {place: current.get(place) for place in snapshot}
         self._put(_copy(snapshot))
         try:
             yield
@@ -160,9 +158,11 @@ class Buffers:
         found = {(owner, name): self._modules[owner]._buffers.get(name) for owner, name in places}
         return {place: buffer for place, buffer in found.items() if buffer is not None and not is_lazy(buffer)}
 
-    def _put(self, values: Mapping[BufferPlace, Tensor]) -> None:
+    def _put(self, values: Mapping[BufferPlace, Tensor | None]) -> None:
         for (owner, name), value in values.items():
             self._modules[owner]._buffers[name] = value
+            if value is None and (owner, name) not in self._places:
+                del self._modules[owner]._buffers[name]
 
     def _name(self, place: BufferPlace) -> str:
         """Return the name of a buffer in the whole model."""
@@ -174,7 +174,7 @@ class Buffers:
     def _restore(self, snapshot: BufferCopies) -> None:
         current = self._current(snapshot)
         for place, value in snapshot.items():
-            if place in current and current[place].shape == value.shape:
+            if value is not None and place in current and current[place].shape == value.shape:
                 current[place].copy_(value)
             else:
                 self._put({place: value})
@@ -189,7 +189,11 @@ def find_shared_buffers(layers: nn.Sequential) -> set[str]:
     return {name for of in found.values() if len(of) > 1 for names in of.values() for name in names}
 
 
-def _copy(buffers: Mapping[BufferPlace, Tensor]) -> BufferCopies:
+def _are_equal(buffer: Tensor, earlier: Tensor | None) -> bool:
+    return earlier is not None and torch.equal(buffer, earlier)
+
+
+def _copy(buffers: Mapping[BufferPlace, Tensor | None]) -> BufferCopies:
     """Copy buffers; one that stands in two places stays one."""
-    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
-    return {place: copies[id(buffer)] for place, buffer in buffers.items()}
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values() if buffer is not None}
+    return {place: copies.get(id(buffer)) for place, buffer in buffers.items()}
