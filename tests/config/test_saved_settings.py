@@ -59,6 +59,13 @@ def test_settings_of_another_program_are_refused_in_a_sentence(section: str, cha
     assert message.startswith("the settings that were saved are not those of a run that this program knows")
 
 
+def test_a_value_of_several_lines_is_told_in_one() -> None:
+    saved = to_plain(to_run(compose("train")))
+    saved["model"] |= {"family": "two\nlines"}
+    with pytest.raises(ConfigError, match=r"^model\.family is 'two\\nlines', but the settings beside it are those of"):
+        from_plain(saved)
+
+
 def test_a_run_that_was_saved_before_a_setting_existed_is_read() -> None:
     saved = to_plain(to_run(compose("train")))
     del saved["launch"]["gpus_per_node"], saved["trainer"]["deterministic"], saved["trainer"]["evaluation"]["raw"]

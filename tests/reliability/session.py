@@ -135,15 +135,6 @@ class Session:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.005)
 
-    def wait_for_child(self, name: str) -> int:
-        """Wait until a process of the session has started one of a name, in whatever session, and return it."""
-        deadline = time.monotonic() + LONG_SECONDS
-        while not (found := self.children_named(name)):
-            assert self._process.poll() is None, f"it ended before:\n{self.said()}"
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.005)
-        return found[0]
-
     def children_named(self, name: str) -> list[int]:
         """Return the processes of a name that those of the session have started, in sessions of their own too."""
         own, found = set(self._left()), []

@@ -157,8 +157,8 @@ def test_a_clock_that_goes_back_by_an_hour_changes_nothing(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_whose_wandb_ends_is_done_and_marked(begin: Callable[..., Session], number: signal.Signals) -> None:
     session = begin("launched", "tracking=offline", "trainer.num_epochs=6")
-    wandb = session.wait_for_child("wandb-core")
     session.wait_for(is_under_way)
+    (wandb,) = session.children_named("wandb-core")
     os.kill(wandb, number)
     assert session.status() == 0, session.said()
     assert session.said().count("warning: Weights & Biases failed") == 1

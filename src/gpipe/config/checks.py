@@ -26,7 +26,12 @@ def why(error: Exception) -> str:
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Raise ConfigError unless `holds`."""
     if not holds:
-        raise ConfigError(f"{name} is {value}, expected {expected}: set {name}=... accordingly.")
+        raise ConfigError(f"{name} is {in_one_line(value)}, expected {expected}: set {name}=... accordingly.")
+
+
+def in_one_line(value: object) -> str:
+    """Return a value as a sentence has it: a text of several lines with its ends of lines written out."""
+    return str(value) if len(str(value).splitlines()) == 1 else repr(value)
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -58,7 +63,8 @@ def fixed(name: str, value: str, expected: str, group: str) -> None:
     """Refuse a name other than that of the chosen file in conf/."""
     if value != expected:
         raise ConfigError(
-            f"{name} is {value}, but the settings beside it are those of {expected}: choose with {group}=..."
+            f"{name} is {in_one_line(value)}, but the settings beside it are those of {expected}: choose with "
+            f"{group}=..."
         )
 
 
