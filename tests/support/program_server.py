@@ -364,9 +364,7 @@ def _leave_temporary_folders() -> None:
 def _environment(variables: Mapping[str, str | None], gpus: bool) -> dict[str, str]:
     paths = [SIMULATED_GPUS, _ROOT / "src", _ROOT] if gpus else [_ROOT / "src"]
     every = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
-    every.pop(
-        "WANDB_SERVICE", None
-    )  # of what wandb has started for a test in this process; each program starts its own
+    every.pop("WANDB_SERVICE", None)  # of a test in this process: each program starts its own
     return {name: value for name, value in every.items() if value is not None}
 
 
