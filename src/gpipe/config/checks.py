@@ -31,7 +31,7 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
 
 def in_one_line(value: object) -> str:
     """Return a value as a sentence has it: a text of several lines with its ends of lines written out."""
-    return str(value) if len(str(value).splitlines()) == 1 else repr(value)
+    return str(value) if str(value).splitlines() == [str(value)] else repr(value)
 
 
 def at_least(name: str, value: float, least: float) -> None:
