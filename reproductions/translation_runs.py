@@ -6,7 +6,7 @@ from math import inf
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from gpipe.records import Record, differences
+from gpipe.records import Record
 from reproductions.table import newest
 
 DEEP_OR_WIDE = "deep_or_wide_laptop"
@@ -154,12 +154,24 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     for run in records:
         if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
             same = scored.get(_part(run), ())  # a setting may have come between a training and its score
-            own = [record for record in same if not differences(record.settings, run.settings, ())]
+            own = [record for record in same if not _differ(record.settings, run.settings)]
             one = Trained(run, {record.results["num_beams"]: record for record in own})
             key = _subject(one), one.recipe, run.seed
             found.pop(key, None)
             found[key] = one
     return list(found.values())
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records differ in a setting that both have; unlike `differences`, end at the first."""
+    for name in one.keys() & other.keys():
+        here, there = one[name], other[name]
+        if isinstance(here, dict) and isinstance(there, dict):
+            if _differ(here, there):
+                return True
+        elif here != there and not isinstance(here, dict) and not isinstance(there, dict):
+            return True
+    return False
 
 
 def _separate(records: Sequence[Record], experiment: str) -> tuple[list[Trained], list[Trained]]:
