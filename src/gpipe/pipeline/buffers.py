@@ -53,13 +53,12 @@ class Buffers:
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Begin a training step with the buffers of all modules of the layers, which may have got others."""
         self._moving, self._start, self._made = None, {}, []
-        is_first = self._silent is None
-        modules = list(modules) if is_first else modules
+        modules = list(modules)
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
-        others = {id(m): m for m in modules if not m._buffers} if is_first else {}
-        watched = self._modules | others
-        self._watched = {owner: m for owner, m in watched.items() if not isinstance(m, LazyModuleMixin)}
+        # Lazy ones make what they have announced.
+        watched = [*self._modules.values(), *(m for m in modules if self._silent is None and not m._buffers)]
+        self._watched = {id(module): module for module in watched if not isinstance(module, LazyModuleMixin)}
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
