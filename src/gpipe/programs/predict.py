@@ -21,6 +21,7 @@ from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig
 from gpipe.config.predict import PredictConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import BrokenImage, ImageFiles, Transform
+from gpipe.data.images.image_set import IMAGE_SUFFIXES, is_image
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
@@ -30,7 +31,6 @@ from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
 from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification, read_class_names
 
-_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _GRID_SIDE = 6
 
 
@@ -121,10 +121,10 @@ def _find_images(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise ConfigError(f"images is {place}, which does not exist: name an image, or a folder of images.")
-    found = sorted(path for path in place.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    found = sorted(path for path in place.rglob("*") if is_image(path.name) and path.is_file())
     if not found:
         raise ConfigError(
-            f"images is {place}, a folder without an image, expected files that end in {', '.join(_SUFFIXES)}: "
+            f"images is {place}, a folder without an image, expected files that end in {', '.join(IMAGE_SUFFIXES)}: "
             "name another."
         )
     return found

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, check_image_set, open_image_set
-from gpipe.data.images.class_folders import check_own_folders
+from gpipe.data.images.class_folders import check_own_folders, open_own_folders
 from tests.data.permissions import bound_by_permissions, folder_for_everybody
 
 
@@ -166,6 +166,18 @@ def test_a_share_of_train_is_taken_where_there_is_such_a_folder(own_root: Path) 
     for name in ("cats", "dogs"):
         (own_root / name).rename(own_root / "train" / name)
     assert len(open_image_set("image_folder", "train", own_root, 0.5)) == 5 + 1
+
+
+def test_gifs_count_and_files_that_are_left_out_are_named(own_root: Path) -> None:
+    Image.new("P", (8, 8)).save(own_root / "cats" / "moving.GIF")
+    for name in ("a.heic", "b.txt", ".DS_Store", "._0.png"):
+        (own_root / "dogs" / name).write_bytes(b"")
+    images = open_own_folders(own_root, "train", 0.3), open_own_folders(own_root, "test", 0.3)
+    assert sum(map(len, images)) == 11 + 3
+    for split in images:
+        assert split.warnings() == [
+            f"2 files below {own_root} left out, such as dogs/a.heic: convert to JPEG or PNG what is an image"
+        ]
 
 
 def test_one_image_of_a_class_cannot_be_shared_out(own_root: Path) -> None:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
-from gpipe.data.images.image_set import ImageFiles
+from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_image
 from gpipe.data.location import find_training_folder
 
 _FOLDERS = {"train": "train", "test": "val"}
@@ -94,14 +94,14 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
         return open_class_folders(root, split)
     folder = find_training_folder(root)
     class_names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-    names, labels = _list_images(folder, class_names)
+    names, labels, left_out = _list_images(folder, class_names)
     kept = [
         (images[position], label)
         for label, pairs in groupby(zip(labels, names, strict=True), key=itemgetter(0))
         for images in [[name for _, name in pairs]]
         for position in take_share(images, split, share, class_names[label])
     ]
-    return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names)
+    return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names, left_out)
 
 
 def take_share(images: Sequence[str], split: str, share: float, class_name: str) -> list[int]:
@@ -133,38 +133,36 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
     """
     class_names = _find_classes(root)
     folder = root / _FOLDERS[split]
-    names, labels = _list_images(folder, class_names)
-    return ImageFiles(folder, names, labels, class_names)
+    names, labels, left_out = _list_images(folder, class_names)
+    return ImageFiles(folder, names, labels, class_names, left_out)
 
 
-def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Return the paths below `folder` of all files with the ending of an image, and their classes.
+def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
+    """Return the paths below `folder` of all files with the ending of an image, their classes, and all other files.
 
-    They are sorted by class, folder and name.
+    They are sorted by class, folder and name. Hidden files are not among the others.
     """
-    import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
-
-    # isort: split
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
     labels: list[int] = []
+    left_out: list[str] = []
     for label, class_name in enumerate(class_names):
-        found = [
-            f"{place}/{file}"
+        files = [
+            (f"{place}/{file}", is_image(file))
             for place, files in sorted(_walk(folder, class_name, visited))
             for file in sorted(files)
-            if file.lower().endswith(IMG_EXTENSIONS)
+            if not file.startswith(".")
         ]
+        found = [path for path, counts in files if counts]
         if not found:
             raise FileNotFoundError(
-                f"{folder / class_name} has no image, expected files that end with {', '.join(IMG_EXTENSIONS)}; unpack "
+                f"{folder / class_name} has no image, expected files that end with {', '.join(IMAGE_SUFFIXES)}; unpack "
                 "the set's archive again, or remove the folder"
             )
         names += found
         labels += [label] * len(found)
-    return names, labels
+        left_out += [path for path, counts in files if not counts]
+    return names, labels, left_out
 
 
 def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:

@@ -13,6 +13,8 @@ from PIL import Image
 SPLITS = ("train", "test")
 # Photographs only: PIL starts Ghostscript for any file that begins like PostScript.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# Of the files that count as images in a folder; browsers save JPEG as .jfif too.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class BrokenImage(ValueError):
@@ -74,6 +76,7 @@ class ImageFiles:
         names: the paths of the images relative to root, [n].
         labels: integers [n]; or, for several labels each, whether an image has each, bool [n, classes].
         class_names: the name of each class.
+        left_out: paths relative to root of files among the images that are none by their names.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ImageFiles:
         names: Sequence[str],
         labels: Sequence[int] | NDArray[np.integer] | NDArray[np.bool_],
         class_names: Sequence[str],
+        left_out: Sequence[str] = (),
     ) -> None:
         if len(names) != len(labels):
             raise ValueError(f"{len(names)} image files have {len(labels)} labels: give each file one label")
@@ -91,6 +95,15 @@ class ImageFiles:
         has_several = isinstance(labels, np.ndarray) and labels.dtype == np.bool_
         self.labels: NDArray[np.int64] | NDArray[np.bool_] = np.asarray(labels, dtype=None if has_several else np.int64)
         self.class_names = list(class_names)
+        self._left_out = list(left_out)
+
+    def warnings(self) -> list[str]:
+        """Say how many files are left out, and name the first."""
+        if not self._left_out:
+            return []
+        count, first = len(self._left_out), self._left_out[0]
+        files = "1 file" if count == 1 else f"{count:,} files"
+        return [f"{files} below {self.root} left out, such as {first}: convert to JPEG or PNG what is an image"]
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -135,6 +148,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if is_integer or image.mode == "F":
         raise ValueError(f"its pixels are numbers of mode {image.mode}, expected 8 or 16 bits per channel")
     return image.convert("RGB")
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file of this name counts as an image; hidden ones, such as macOS leaves beside each, do not."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def check_name(name: str, folder: Path, entry: str) -> None:

@@ -23,7 +23,7 @@ from gpipe.data import (
     refuse_other_classes,
     training_transform,
 )
-from gpipe.data.images.image_set import SPLITS
+from gpipe.data.images.image_set import SPLITS, ImageFiles
 from gpipe.data.images.labelled_subset import split_training_images
 from gpipe.durable_files import write_flushed
 from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
@@ -159,11 +159,13 @@ class ImageClassification(Workload):
         return None
 
     def warnings(self) -> list[str]:
-        """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
+        """Say which numbers of images and classes differ from the paper's Table 4, and which files are left out."""
         sets, name = self._whole_sets, self.data.name
-        return list(
-            dict.fromkeys(found for split, images in sets.items() for found in count_differences(name, split, images))
-        )
+        found = [sentence for split, images in sets.items() for sentence in count_differences(name, split, images)]
+        found += [
+            sentence for images in sets.values() if isinstance(images, ImageFiles) for sentence in images.warnings()
+        ]
+        return list(dict.fromkeys(found))  # two splits may share a folder, and both the classes
 
     @cached_property
     def _whole_sets(self) -> dict[str, ImageSet]:
