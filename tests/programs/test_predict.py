@@ -1,6 +1,7 @@
 """A trained model classifies images as it did in its evaluation."""
 
 import csv
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
+from gpipe.checkpoint.manifest import seal
 from gpipe.config.literally import take_literally
 from gpipe.config.predict import LITERAL, register_schema, to_settings
 from gpipe.data import open_image_set
@@ -132,13 +134,20 @@ def test_a_name_that_is_not_utf8_keeps_its_bytes(run: Path, tmp_path: Path, pred
     assert "caf\\udce9.png: " in predict(f"images={folder}")[0]
 
 
+def rename_classes(run: Path, names: list[str]) -> None:
+    """Give the classes of a run's checkpoint other names."""
+    (path,) = (run / "checkpoints").glob("step-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["config"]["class_names"] = names
+    path.write_text(json.dumps(seal(manifest)))
+
+
 def test_a_class_whose_name_looks_like_mathematics_is_drawn(
     run: Path, images: Path, tmp_path: Path, predict: Predict
 ) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
-    names = (copied / "classes.txt").read_text().splitlines()
-    (copied / "classes.txt").write_text("".join(f"$1_$5_{label}\n" for label in range(len(names))))
+    rename_classes(copied, [f"$1_$5_{label}" for label in range(10)])
     answers, _ = predict(f"checkpoint={copied}", f"images={images}", f"grid={tmp_path / 'grid.png'}")
     assert "$1_$5_" in answers and (tmp_path / "grid.png").exists()
 
@@ -149,5 +158,5 @@ def test_classes_keep_names_with_other_ends_of_lines(run: Path, tmp_path: Path) 
     ]
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
-    (copied / "classes.txt").write_bytes("".join(f"{name}\n" for name in names).encode())
+    rename_classes(copied, names)
     assert open_classifier(str(copied), torch.device("cpu")).class_names == names

@@ -121,14 +121,14 @@ def test_a_run_keeps_its_classes_and_says_where_others_have_their_numbers(folder
     done = start(tmp_path, f"evaluate={run}")
     assert (done.returncode, done.stderr) == (
         0,
-        f"warning: {said.format(run / 'classes.txt')}: labels are compared by their numbers\n",
+        f"warning: {said.format(run / 'checkpoints' / 'step-00000003')}: labels are compared by their numbers\n",
     )
     (run / "record.json").unlink()  # as that of a run that was stopped
     done = start(tmp_path, *words)
-    assert done.returncode == 1 and done.stderr.startswith(
-        f"error: {said.format('run/classes.txt')}: resume with the same data"
-    )
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {said.format('run')}: resume with the same data")
     assert (run / "classes.txt").read_text().split() == ["birds", "cats", "dogs"]
+    done = start(tmp_path, *words, f"trainer.resume_from={run}", "trainer.max_steps=9", "hydra.run.dir=another")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {said.format(run)}: resume with the same data")
 
 
 @pytest.mark.usefixtures("composer")

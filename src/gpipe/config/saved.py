@@ -22,7 +22,8 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
         ConfigError: they are not those of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
-    if "${" in json.dumps(plain):
+    own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
+    if "${" in json.dumps(own):
         raise ConfigError(
             "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import read_shapes
 from gpipe.config import (
     Autocast,
@@ -29,6 +30,7 @@ from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import detect_accelerator
 from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
+from gpipe.programs.class_names import CLASS_NAMES, refuse_other_labels
 from gpipe.programs.layout import Layout
 from gpipe.programs.optimizer import build_run_optimizer
 from gpipe.programs.precision import build_autocast, choose_kernels, settle_precision
@@ -181,6 +183,7 @@ def build_trainer(
     kept = workload.keep(None)
     if (earlier := newest_manifest(folder)) is not None:
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
+        refuse_other_labels(str(folder), earlier, workload.class_names)
     workload.keep(folder if place.is_main else None)
     optimizer = build_run_optimizer(run.optimizer, pipeline.named_parameters(), rate)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
@@ -235,13 +238,15 @@ def build_trainer(
         non_finite=settings.non_finite.action.value,
         max_skipped_steps=settings.non_finite.max_skipped_steps,
         asked_to_stop=partial(stops.find_reason, settings.max_hours),
-        config={**to_plain(run), **kept, **_model_names(workload)},
+        config={**to_plain(run), **kept, **_names(workload)},
     )
     if trainer.resume():
         progress.message(f"going on after step {pipeline.step}")
         return trainer
     if settings.resume_from is not None:
-        trainer.resume(find_kindred("trainer.resume_from", settings.resume_from, kept))
+        checkpoint = find_kindred("trainer.resume_from", settings.resume_from, kept)
+        refuse_other_labels(settings.resume_from, Manifest.read(checkpoint), workload.class_names)
+        trainer.resume(checkpoint)
         return trainer
     tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if run.init_from is not None:
@@ -251,8 +256,12 @@ def build_trainer(
     return trainer
 
 
-def _model_names(workload: Workload) -> dict[str, Any]:
-    return {} if workload.model_names is None else {"model_names": dict(workload.model_names)}
+def _names(workload: Workload) -> dict[str, Any]:
+    """Return the names that checkpoints remember beside the settings."""
+    model_names, class_names = workload.model_names, workload.class_names
+    return ({} if model_names is None else {"model_names": dict(model_names)}) | (
+        {} if class_names is None else {CLASS_NAMES: list(class_names)}
+    )
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:

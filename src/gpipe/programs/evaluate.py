@@ -60,6 +60,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
     from gpipe.programs.chosen_checkpoint import refuse_other_files
+    from gpipe.programs.class_names import describe_other_labels
     from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import build_autocast, settle_precision
     from gpipe.programs.trained import describe_stale_statistics
@@ -94,7 +95,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:
             print(f"warning: {stale}", file=sys.stderr)
-    if place.is_main and (other := workload.describe_other_labels(checkpoint.parent.parent)) is not None:
+    if place.is_main and (other := describe_other_labels(str(checkpoint), manifest, workload.class_names)) is not None:
         print(f"warning: {other}: labels are compared by their numbers", file=sys.stderr)
     evaluation = evaluate_on_all(
         pipeline,

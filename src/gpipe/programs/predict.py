@@ -25,11 +25,12 @@ from gpipe.data.images.image_set import IMAGE_SUFFIXES, is_image
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
+from gpipe.programs.class_names import read_class_names
 from gpipe.programs.complete import without_fetching
 from gpipe.programs.trained import describe_stale_statistics, find_trained
 from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
-from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification, read_class_names
+from gpipe.programs.workloads.image_classification import ImageClassification
 
 _GRID_SIDE = 6
 
@@ -107,11 +108,9 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     assert isinstance(workload, ImageClassification)
     layers = build_layers(run)
     load_layers(path, layers)
-    names = path.parent.parent / CLASSES_FILE
-    num_classes = workload.num_classes
-    class_names = read_class_names(names) if names.is_file() else []
-    if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
-        class_names = [f"class {label}" for label in range(num_classes)]
+    class_names = read_class_names(manifest)
+    if class_names is None or len(class_names) != workload.num_classes:  # of an older version, or changed by hand
+        class_names = [f"class {label}" for label in range(workload.num_classes)]
     transform = workload.evaluation_transform()
     return TrainedClassifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
 

@@ -1,9 +1,8 @@
 """Models on labelled images; of them AmoebaNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -34,15 +33,9 @@ from gpipe.programs.workloads.workload import Workload
 from gpipe.training.evaluation import Metrics, MultiLabelMetrics
 from gpipe.training.losses import ClassificationLoss, MultiLabelLoss
 
-CLASSES_FILE = "classes.txt"
 # The public TPU code's, where neither the data nor the model has its own.
 _IMAGE_SIZE, _CENTER_CROP = 224, 0.875
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
-
-
-def read_class_names(path: Path) -> list[str]:
-    """Return the names of the classes that a run left in a file, a line each; other ends of lines belong to names."""
-    return path.read_bytes().decode().removesuffix("\n").split("\n")
 
 
 @dataclass(frozen=True)
@@ -136,27 +129,15 @@ class ImageClassification(Workload):
         )
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the names of the classes in the run's folder, a line each.
-
-        Raises:
-            ConfigError: the run was started with other classes.
-        """
+        """Leave the names of the classes in the run's folder, a line each, for people."""
         if folder is not None:
-            if (other := self.describe_other_labels(folder)) is not None:
-                raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")
-            names = self._sets["train"].class_names
-            write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in names))
+            write_flushed(folder / "classes.txt", "".join(f"{name}\n" for name in self.class_names))
         return {}
 
-    def describe_other_labels(self, folder: Path) -> str | None:
-        """Say which class has another number than in the run in that folder."""
-        path = folder / CLASSES_FILE
-        if path.exists():
-            names = read_class_names(path), self._sets["train"].class_names
-            for label, (there, here) in enumerate(zip_longest(*names)):
-                if there != here:
-                    return f"class {label} is {there or 'none'} in {path}, and {here or 'none'} in the data"
-        return None
+    @property
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes by label."""
+        return self._sets["train"].class_names
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from the paper's Table 4, and which files are left out."""

@@ -110,8 +110,9 @@ class Workload(ABC):
         """
         return softmax_names(layers)
 
-    def describe_other_labels(self, folder: Path) -> str | None:
-        """Say which label means something else than in the run in that folder; None where none does."""
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes by label, which checkpoints remember; None where labels have no names."""
         return None
 
     def keep(self, folder: Path | None) -> dict[str, str]:
