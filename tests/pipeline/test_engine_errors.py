@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -312,6 +313,12 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: build(rematerialize=[1, -1]),
             "rematerialize is [1, -1]; it must be one of always, except_last, never, or 2 whole numbers, one per",
         ),
+        (lambda: build(schedule=None), "schedule is None; it must be one of gpipe, 1f1b, interleaved_1f1b"),
+        (lambda: build(stages_per_device=2.0), "stages_per_device is 2.0; it must be a whole number of at least 1"),
+        (lambda: build(timeout_seconds=math.inf), "timeout_seconds is inf; it must be a number above 0, at most 1,000"),
+        (lambda: build(timeout_seconds="5"), "timeout_seconds is '5'; it must be a number above 0, at most 1,000,000"),
+        (lambda: build(loss_weight=3), "loss_weight is of type int; it must be a function"),
+        (lambda: build(prepare_inputs=3), "prepare_inputs is of type int; it must be a function"),
         (
             lambda: build(schedule="2f2b"),
             "schedule is '2f2b'; it must be one of gpipe, 1f1b, interleaved_1f1b",

@@ -163,9 +163,20 @@ def test_a_scaler_goes_on_from_its_state() -> None:
         ({"scale": math.inf}, "scale is inf; it must be a number, finite and above 0"),
         ({"growth_factor": 0.5}, "growth_factor is 0.5; it must be a number, finite and at least 1"),
         ({"backoff_factor": 1.0}, "backoff_factor is 1.0; it must be a number, between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval is 0; it must be a number, at least 1"),
+        ({"growth_interval": 0}, "growth_interval is 0; it must be a number, whole and at least 1"),
+        ({"growth_interval": 2.5}, "growth_interval is 2.5; it must be a number, whole and at least 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         gpipe.GradientScaler(**options)
+
+
+def test_a_scale_that_vanishes_is_an_error_and_so_is_one_of_a_checkpoint() -> None:
+    scaler = gpipe.GradientScaler(2.0**-124)
+    for _ in range(2):
+        scaler.update(is_skipped=True)
+    with pytest.raises(ValueError, match=r"fallen below 1.17549e-38 after 3 skipped steps"):
+        scaler.update(is_skipped=True)
+    with pytest.raises(ValueError, match=r"^the saved scale is -3.0; it must be finite and above 0"):
+        scaler.load_state_dict({"scale": -3, "num_steps": 0})

@@ -287,3 +287,66 @@ class ChangeMask(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, mask = pair
         return x * mask.add_(1)
+
+
+class HandOnCount(nn.Module):
+    """Returns a buffer that it moves in place, or a tensor of another attribute, beside its product."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+        self.count: Tensor
+        if is_buffer:
+            self.register_buffer("count", torch.zeros(SIZE))
+        else:
+            self.count = torch.zeros(SIZE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count.add_(1)
+        return x * self.weight, self.count
+
+
+class Multiply(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return parts[0] * parts[1]
+
+
+def train_counting(
+    partitions: list[int], schedule: str, mesh: Any = None, mode: str = "never"
+) -> tuple[float | None, list[float]]:
+    """Return the loss of an evaluation, and the gradient of a step, where this process learns of them."""
+    layers = nn.Sequential(HandOnCount(is_buffer=True), Multiply())
+    pipeline = gpipe.Pipeline(
+        layers, F.mse_loss, partitions, 3, rematerialize=mode, schedule=schedule, mesh=mesh, timeout_seconds=10
+    )
+    inputs = batch()[0]
+    outputs = pipeline.evaluate(inputs)
+    evaluated = None if outputs is None else float(outputs.double().sum())
+    pipeline.train_step((inputs, torch.zeros(6, SIZE)))
+    found = [float(value) for p in pipeline.parameters() if p.grad is not None for value in p.grad]
+    pipeline.close()
+    return evaluated, found
+
+
+def train_counting_in_processes(rank: int) -> tuple[float | None, list[float]]:
+    return train_counting([1, 1], "gpipe", init_device_mesh("cpu", (2,), mesh_dim_names=("stage",)))
+
+
+def test_a_buffer_that_is_handed_on_and_moves_is_what_it_was_then(processes: ProcessPool) -> None:
+    inputs = batch()[0].split(2)
+    evaluated, gradient = train_counting([2], "gpipe", mode="always")  # one graph would see the buffer change
+    assert evaluated == pytest.approx(sum(float(x.double().sum()) * (i + 1) for i, x in enumerate(inputs)), abs=1e-4)
+    expected = sum(2 * (x.double() ** 2).sum(0) * (i + 4) ** 2 / 36 for i, x in enumerate(inputs))
+    assert gradient == pytest.approx(expected.tolist(), rel=1e-5)
+    for mode in MODES:
+        assert train_counting([1, 1], "gpipe", mode=mode) == (evaluated, gradient)
+    assert train_counting([1, 1], "1f1b")[1] == pytest.approx(gradient, rel=1e-6)
+    (_, of_first), (of_last, _) = processes.run(2, train_counting_in_processes)
+    assert (of_last, of_first) == (evaluated, gradient)
+
+
+def test_another_tensor_that_is_handed_on_and_changed_is_refused() -> None:
+    layers = nn.Sequential(HandOnCount(is_buffer=False), Multiply())
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [1, 1], 3, rematerialize="never")
+    with pytest.raises(ValueError, match=r"^a neighbour of stage 1 changed in place what it handed on; hand on a"):
+        pipeline.evaluate(batch()[0])

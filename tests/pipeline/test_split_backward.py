@@ -268,3 +268,13 @@ def test_a_graph_without_products_is_an_ordinary_backward(function: Callable[[Te
         waiting = run_split_backward([(get_gradient_edge(function(norm(torch.randn(5, 4)), targets)), None)])
         assert all(p.grad is not None for p in norm.parameters())
         waiting.compute()
+
+
+def test_inputs_that_change_before_the_gradient_of_the_weight_are_refused() -> None:
+    layer, pad = nn.Linear(3, 2), torch.zeros(4, 3)
+    pad.add_(torch.ones(4, 3, requires_grad=True))
+    waiting = run_split_backward([(get_gradient_edge(layer(pad)), torch.ones(4, 2))])
+    with torch.no_grad():
+        pad.zero_()
+    with pytest.raises(RuntimeError, match=r"^the input of a product, of shape \(4, 3\), was changed in place before"):
+        waiting.compute()

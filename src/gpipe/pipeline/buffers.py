@@ -18,6 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 
 BufferPlace: TypeAlias = tuple[int, str]
@@ -48,6 +49,7 @@ class Buffers:
         )
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
         self._start: BufferCopies = {}
+        self._memory: set[int] = set()
         self._changed: set[int] = set()  # the modules, by identity, that have ever changed one
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
@@ -59,6 +61,20 @@ class Buffers:
         # Lazy ones make what they have announced.
         watched = [*self._modules.values(), *(m for m in modules if self._silent is None and not m._buffers)]
         self._watched = {id(module): module for module in watched if not isinstance(module, LazyModuleMixin)}
+        self.find_memory(self._modules.values())
+
+    def find_memory(self, modules: Iterable[nn.Module]) -> None:
+        """Note where the buffers of the modules that will run lie; of converted batch norms no layer hands one on."""
+        own = (m._buffers.values() for m in modules if m._buffers and not isinstance(m, MicroBatchNorm))
+        buffers = [buffer for of_one in own for buffer in of_one if buffer is not None and not is_lazy(buffer)]
+        self._memory = {buffer.untyped_storage().data_ptr() for buffer in buffers if not buffer.is_meta}
+
+    def copy_out(self, payload: Payload) -> Payload:
+        """Return a payload with copies of tensors that lie in buffers, which the next forward may change in place."""
+        if not self._memory or all(payload.differentiable):
+            return payload
+        tensors = [t.clone() if t.untyped_storage().data_ptr() in self._memory else t for t in payload.tensors]
+        return payload.replace(tensors)
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.

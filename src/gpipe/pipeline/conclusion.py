@@ -58,6 +58,18 @@ class Gradients:
         gradient_norm.scale_gradients(self._parameters(), max_norm, norm)
         return norm
 
+    def clip_together(self, job: Job, max_norm: float, step: int) -> float:
+        """Clip gradients outside of a step, with all processes of the job.
+
+        Raises:
+            NonFiniteError: as `clip`.
+            ValueError: the processes were given different norms.
+        """
+        parts = job.gather({"given": {"max_norm": max_norm}, "norms": self.norms()})
+        refuse_different([part["given"] for part in parts], "process {} of the pipeline")
+        refuse_different([{"max_norm": value} for value in job.replicas.gather(max_norm)], "replica {}")
+        return self.clip([part["norms"] for part in parts], max_norm, step)
+
     def drop(self) -> None:
         """Let the parameters have none."""
         for parameter in self._parameters():
@@ -99,7 +111,7 @@ def conclude(
         job: the processes that train together.
         gradients: those of this process, which are clipped if they are to be, and dropped if a scaler skips the step.
         loss: of the mini-batch, in the last stage's process.
-        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
+        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm", "note".
         last_stage: its index.
         note: as for `Pipeline.train_step`.
         is_abandoned: whether this process was asked to stop while it compiled; None where nothing is compiled.

@@ -148,10 +148,10 @@ class Pipeline(LayerExecution):
         check_recomputation: bool = False,
         prepare_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
-        refuse_model(layers, loss)
+        refuse_model(layers, loss, loss_weight=loss_weight, prepare_inputs=prepare_inputs)
         check_partitions(partitions, len(layers))
         tied = TiedParameters(layers)
-        check_numbers(num_microbatches, output_dimension, seed)
+        check_numbers(num_microbatches, output_dimension, seed, stages_per_device, timeout_seconds)
         self.num_microbatches = num_microbatches
         self.rematerialize = check_rematerialization(rematerialize, len(partitions))
         self.partitions = tuple(partitions)
@@ -278,6 +278,7 @@ class Pipeline(LayerExecution):
                 "step": self.step,
                 "scaler.scale": None if scaler is None else scaler.scale,
                 "max_gradient_norm": max_gradient_norm,
+                "note": note is not None,
             }
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None
@@ -419,17 +420,17 @@ class Pipeline(LayerExecution):
                 num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 take, finish = begin(mini_batch)
+                own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
 
                 def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
-                    own = {index: used[str(index)] for index in stage.layers}
-                    outputs = stage.evaluate(task.micro_batch, received, own, move_statistics=move_statistics)
+                    outputs = stage.evaluate(task.micro_batch, received, own[stage.index], moves=move_statistics)
                     if stage.index == self.num_stages - 1:
                         stage.enter_loss(task.micro_batch)
                         take(task.micro_batch, outputs)
                     return outputs
 
-                for stage in self.stages.values():
-                    stage.seed_masks(self.step)
+                for k, stage in self.stages.items():
+                    stage.start_evaluation(self.step, own[k])
                 self._run(self._plan(None, mini_batch)[0], parts, evaluate, doing="evaluation")
                 self.job.wait_for_devices()
                 if move_statistics:
@@ -506,7 +507,8 @@ class Pipeline(LayerExecution):
             ValueError: `max_norm` is negative or not a number.
         """
         refuse_max_norm(max_norm)
-        return self._gradients.clip(self.job.gather(self._gradients.norms()), max_norm, self.step - 1)
+        with self.job.guard():
+            return self._gradients.clip_together(self.job, max_norm, self.step - 1)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from gpipe.pipeline._compat import multiply_each
 
+_LEAST_SCALE = 2.0**-126  # the least normal number of float32, whose gradients would be rounded below
+
 
 class GradientScaler:
     """Multiplies the loss of training steps by a scale, and divides the gradients of all stages by it.
@@ -40,7 +42,7 @@ class GradientScaler:
             ("scale", scale, lambda one: 0 < one < math.inf, "finite and above 0"),
             ("growth_factor", growth_factor, lambda one: 1 <= one < math.inf, "finite and at least 1"),
             ("backoff_factor", backoff_factor, lambda one: 0 < one < 1, "between 0 and 1"),
-            ("growth_interval", growth_interval, lambda one: one >= 1, "at least 1"),
+            ("growth_interval", growth_interval, lambda one: one >= 1 and one % 1 == 0, "whole and at least 1"),
         )
         for name, value, is_valid, valid in checks:
             if not (isinstance(value, (int, float)) and is_valid(value)):
@@ -63,11 +65,21 @@ class GradientScaler:
         _multiply(parameters, 1 / self.scale)
 
     def update(self, *, is_skipped: bool) -> None:
-        """Adapt the scale after a step."""
+        """Adapt the scale after a step.
+
+        Raises:
+            ValueError: so many steps were skipped that it vanishes: the scale is not what is wrong with the gradients.
+        """
         self._num_steps = 0 if is_skipped else self._num_steps + 1
         self.num_skipped += is_skipped
         if is_skipped:
             self.scale *= self._backoff_factor
+            if self.scale < _LEAST_SCALE:
+                raise ValueError(
+                    f"the scale has fallen below {_LEAST_SCALE:g} after {self.num_skipped} skipped steps, and "
+                    "gradients are still not finite; look for the first with Pipeline.first_non_finite, or train "
+                    "without a scaler"
+                )
         elif self._num_steps == self._growth_interval:
             self.scale, self._num_steps = min(self.scale * self._growth_factor, 2.0**126), 0
 
@@ -76,8 +88,14 @@ class GradientScaler:
         return {"scale": self.scale, "num_steps": self._num_steps, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.scale, self._num_steps = float(state["scale"]), int(state["num_steps"])
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: its scale is none.
+        """
+        if not 0 < (scale := float(state["scale"])) < math.inf:
+            raise ValueError(f"the saved scale is {scale}; it must be finite and above 0: go on without that state")
+        self.scale, self._num_steps = scale, int(state["num_steps"])
         self.num_skipped = int(state.get("num_skipped", 0))  # which earlier versions did not count
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from gpipe.pipeline._compat import AnyBatchNorm
@@ -16,13 +17,16 @@ from gpipe.pipeline.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, StepSchedule
 
+_LONGEST_TIMEOUT = 10**6  # seconds, twelve days: Gloo and NCCL count milliseconds in 32 bits
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
-def check_numbers(num_microbatches: Any, output_dimension: Any, seed: Any) -> None:
+def check_numbers(
+    num_microbatches: Any, output_dimension: Any, seed: Any, stages_per_device: Any, timeout_seconds: Any
+) -> None:
     """Refuse settings of a pipeline that are not the numbers that they should be.
 
     Raises:
@@ -35,14 +39,41 @@ def check_numbers(num_microbatches: Any, output_dimension: Any, seed: Any) -> No
         raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
     if not isinstance(seed, int):
         raise TypeError(f"seed is {seed!r}; it must be a whole number")
+    if type(stages_per_device) is not int or stages_per_device < 1:
+        raise ValueError(f"stages_per_device is {stages_per_device!r}; it must be a whole number of at least 1")
+    if not isinstance(timeout_seconds, (int, float)) or not 0 < timeout_seconds <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout_seconds is {timeout_seconds!r}; it must be a number above 0, at most {_LONGEST_TIMEOUT:,}"
+        )
 
 
-def refuse_model(layers: Any, loss: Any) -> None:
-    """Refuse layers and a loss that a pipeline would not run or train as their owner expects.
+def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str) -> None:
+    """Refuse parameters whose gradients have another type than they have, where gradients of several processes meet.
+
+    Args:
+        parameters: by name.
+        why: such as "that replicas average".
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, parameter in parameters:
+        if parameter.requires_grad and parameter.grad_dtype is not parameter.dtype:
+            raise ValueError(
+                f"{name} is of the type {parameter.dtype}, and its gradient, {why}, of {parameter.grad_dtype}; leave "
+                "its grad_dtype as it was"
+            )
+
+
+def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
+    """Refuse layers and a loss that a pipeline would not run or train as their owner expects, and what is no function.
 
     Raises:
         TypeError, ValueError: naming what of them it would ignore.
     """
+    for name, function in functions.items():
+        if not (function is None or callable(function)):
+            raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
     refuse_own_behaviour(layers)
     refuse_parameters_of_loss(loss)
     refuse_unconverted(layers)
@@ -427,11 +458,11 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
         ValueError: naming the first value.
     """
     for process, other in enumerate(given[1:], 1):
-        for name, value in given[0].items():
-            if other.get(name) != value:
+        for name in {**given[0], **other}:
+            if (value := given[0].get(name)) != (there := other.get(name)):
                 raise ValueError(
-                    f"{name} is {value} in {where.format(0)} and {other.get(name)} in {where.format(process)}; give "
-                    "every process the same"
+                    f"{name} is {value} in {where.format(0)} and {there} in {where.format(process)}; give every "
+                    "process the same"
                 )
 
 

@@ -72,6 +72,8 @@ def choose_schedule(
         function = SCHEDULES[schedule]
         tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
     else:
+        if not callable(schedule):
+            raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
         check_stages_divide(num_stages, stages_per_device)
         function = functools.partial(schedule)  # which can be hashed, whatever the schedule is
         tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)

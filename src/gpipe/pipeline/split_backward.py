@@ -125,7 +125,7 @@ class WeightGradients:
     """The gradients of weights that wait."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Differentiate, list[_End], Tensor, Any]] = []
+        self._waiting: list[tuple[Differentiate, list[_End], Tensor, Any, tuple[Tensor, int]]] = []
 
     def note(
         self, product: DeferredProduct, position: Callable[[], Any]
@@ -134,28 +134,39 @@ class WeightGradients:
 
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                self._waiting.append((product.prepare(), product.ends, gradients[0], position()))
+                inputs = product.inputs
+                seen = inputs, inputs._version
+                self._waiting.append((product.prepare(), product.ends, gradients[0], position(), seen))
 
         return note
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the weights."""
-        for _, ends, _, _ in self._waiting:
+        for _, ends, *_ in self._waiting:
             for end in ends:
                 yield end.leaf.variable
 
     @torch.no_grad()
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:
-        """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs."""
+        """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs.
+
+        Raises:
+            RuntimeError: what a gradient is made of was changed in place, as autograd says it of its own.
+        """
         self._waiting.reverse()
         made: list[tuple[GradientEdge, Tensor]] = []
         while self._waiting:
-            differentiate, ends, gradient, position = self._waiting.pop()
+            differentiate, ends, gradient, position, (inputs, version) = self._waiting.pop()
             on_position(position)
+            if inputs._version != version:
+                raise RuntimeError(
+                    f"the input of a product, of shape {tuple(inputs.shape)}, was changed in place before the gradient "
+                    "of its weight was made of it: let each micro-batch have memory of its own (.clone())"
+                )
             for end, value in zip(ends, differentiate(gradient), strict=True):
                 if value is not None and not end.add(value):
                     made.append((GradientEdge(*end.edge), value))
-            del differentiate, gradient, value
+            del differentiate, gradient, value, inputs
             # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
             # while it is in the processor's cache, and its memory is free for the next.
             if made and (not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES):

@@ -305,14 +305,17 @@ class Stage:
         else:
             self._waiting[splits] = run_split_backward(pairs, self.current_layer.read)
 
-    def evaluate(
-        self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
-    ) -> Payload:
-        """Run substitute or own layers, where the caller lets nobody make a graph; return the boundary output.
+    def start_evaluation(self, step: int, layers: Mapping[int, nn.Module]) -> None:
+        """Prepare for `evaluate` with these layers, substitutes or own, before training step number `step`."""
+        self.seed_masks(step)
+        self._buffers.find_memory(chain(*map(_modules_below, layers.values())))
 
-        move_statistics: batch norms in training mode keep what they see for `moving_statistics.commit`.
+    def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, moves: bool) -> Payload:
+        """Run those layers, where the caller lets nobody make a graph; return the boundary output.
+
+        moves: batch norms in training mode keep what they see for `moving_statistics.commit`.
         """
-        if not move_statistics:
+        if not moves:
             return self._run(micro_batch, inputs, layers)
         exchange = self.exchange.among(layers) if self.exchange is not None else None
         synchronized = exchange.start(notes=True) if exchange is not None else None
@@ -419,6 +422,7 @@ class Stage:
                 self.current_layer.announce_backward(payload, passed_by, index, layer)
         if self._last + 1 in self._lowered:  # the next stage's first layer
             payload = lower(payload)
+        payload = self._buffers.copy_out(payload)
         payload.find_shared(inputs)
         # A graph's next replay overwrites its outputs, which the next stage or the loss still needs.
         return payload if graphs is None else payload.replace([tensor.clone() for tensor in payload.tensors])

@@ -31,7 +31,7 @@ class LocalTransfer:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self._mail: dict[Task, tuple[Payload, torch.cuda.Event | None]] = {}
+        self._mail: dict[Task, tuple[Payload, list[int], torch.cuda.Event | None]] = {}
         self._streams = {device: torch.cuda.Stream(device) for device in set(devices) if device.type == "cuda"}
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -48,15 +48,18 @@ class LocalTransfer:
         event = None
         if here != there:
             tensors, event = self._copy(tensors, here, there)
-        self._mail[Task(kind.direction, neighbour, micro_batch)] = payload.replace(tensors), event
+        self._mail[Task(kind.direction, neighbour, micro_batch)] = payload.replace(tensors), _versions(tensors), event
 
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
 
-        The tensors have no history: they share no graph with the sender's. A payload of gradients holds a tuple, with
-        None where there is none.
+        The tensors have no history. A payload of gradients holds a tuple, with None where there is none.
         """
-        payload, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
+        payload, versions, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
+        if _versions(payload.tensors) != versions:
+            raise ValueError(
+                f"a neighbour of stage {task.stage} changed in place what it handed on; hand on a .clone()"
+            )
         if event is not None:
             stream = torch.cuda.current_stream(self.devices[task.stage])
             stream.wait_event(event)
@@ -91,3 +94,7 @@ class LocalTransfer:
         event = torch.cuda.Event()
         event.record(target)
         return copies, event
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -414,3 +415,90 @@ def test_a_loss_that_is_not_finite_in_one_replica_stops_the_step_in_all(processe
     for message, next_loss in processes.run(2, lose_one_replica_s_example):
         assert "the loss of step 0 is nan in stage 0" in message
         assert next_loss == pytest.approx(expected, rel=1e-12)
+
+
+def odd_layers(seed: int) -> nn.Sequential:
+    """Return a frozen layer with buffers of all kinds, and one that is trained."""
+    torch.manual_seed(seed)
+    first = nn.Linear(3, 3).requires_grad_(False)
+    values = torch.randn(2, 3)
+    for name, dtype in (("whole", torch.int16), ("tiny", torch.float8_e4m3fn), ("wide", torch.uint16)):
+        first.register_buffer(name, (values.abs() * 9).to(dtype))
+    first.register_buffer("strided", torch.randn(4, 2, dtype=torch.float64).t())
+    first.register_buffer("expanded", torch.randn(1).expand(5))
+    first.register_buffer("single", torch.randn(()))
+    first.register_buffer("empty", torch.zeros(0))
+    return nn.Sequential(first, nn.Linear(3, 1))
+
+
+def evaluate_before_any_step(rank: int, num_stages: int) -> tuple[Any, list[bytes]]:
+    mesh = init_device_mesh("cpu", (2, num_stages), mesh_dim_names=("replica", "stage"))
+    layers = odd_layers(seed=rank // num_stages)
+    partitions = [2 // num_stages] * num_stages
+    pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, partitions, 2, mesh=mesh, timeout_seconds=10)
+    outputs = pipeline.evaluate(torch.ones(4, 3))
+    pipeline.close()
+    state = [tensor for layer in pipeline.layers.values() for tensor in layer.state_dict().values()]
+    return None if outputs is None else outputs.tolist(), [describe_bytes(tensor) for tensor in state]
+
+
+def describe_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_replicas_are_equal_before_the_first_step_whatever_is_trained(num_stages: int, processes: ProcessPool) -> None:
+    layers = odd_layers(seed=0)
+    expected = [[describe_bytes(tensor) for tensor in layer.state_dict().values()] for layer in layers]
+    for rank, (outputs, state) in enumerate(processes.run(2 * num_stages, evaluate_before_any_step, num_stages)):
+        if outputs is not None:
+            assert outputs == layers(torch.ones(4, 3)).tolist()
+        assert state == (expected[rank % 2] if num_stages == 2 else [*expected[0], *expected[1]])
+
+
+def find_error(rank: int, what: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    layers: list[nn.Module] = [nn.Linear(3, 1)]
+    inputs = torch.ones(4, 3)
+    if what == "sparse":
+        layers.insert(0, nn.Embedding(5, 3, sparse=True))
+        inputs = torch.arange(4)
+    if what == "grad_dtype":
+        layers[0].to(torch.bfloat16).weight.grad_dtype = torch.float32
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(*layers), nn.functional.mse_loss, [len(layers)], 2, mesh=mesh, timeout_seconds=10
+    )
+    try:
+        pipeline.train_step((inputs, torch.ones(4, 1)), note=(lambda: 1) if what == "note" and rank == 0 else None)
+        pipeline.clip_gradients(2.0 - rank if what == "clip" else 1.0)
+    except (ValueError, gpipe.PipelineError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("sparse", "a gradient is sparse, and replicas average only dense ones; set sparse=False in its layer"),
+        ("grad_dtype", "layers.0.weight is of the type torch.bfloat16, and its gradient, which replicas average, of"),
+        ("clip", "max_norm is 2.0 in replica 0 and 1.0 in replica 1; give every process the same"),
+        ("note", "note is True in replica 0 and False in replica 1; give every process the same"),
+    ],
+)
+def test_what_replicas_cannot_agree_on_is_refused(what: str, message: str, processes: ProcessPool) -> None:
+    assert all(message in found for found in processes.run(2, find_error, what))
+
+
+def count_threads(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    found = []
+    for _ in range(4):
+        pipeline = gpipe.Pipeline(plain_layers(), loss, [3, 2], 2, mesh=mesh, timeout_seconds=10)
+        pipeline.close()
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found
+
+
+def test_a_closed_pipeline_leaves_no_threads(processes: ProcessPool) -> None:
+    for first, *others in processes.run(4, count_threads):
+        assert others[-1] <= first + 4, "those of the last pipeline may need a moment; each has nine"

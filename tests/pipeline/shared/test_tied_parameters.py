@@ -190,3 +190,21 @@ def test_a_copy_has_the_attributes_of_the_parameter() -> None:
     pipeline = pipeline_of(layers)
     named = dict(pipeline.named_parameters())
     assert {name for name, parameter in named.items() if getattr(parameter, "no_decay", False)} == set(TABLE)
+
+
+def test_parameters_in_the_same_memory_are_one() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[2].weight.data = layers[0].weight.data
+    pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, [2, 1], 2)
+    assert pipeline.ties == (("layers.0.weight", "layers.2.weight"),)
+    assert layers[2].weight.data_ptr() != layers[0].weight.data_ptr() and torch.equal(
+        layers[2].weight, layers[0].weight
+    )
+
+
+def test_a_tied_parameter_has_gradients_of_its_own_type() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
+    layers[1].weight = layers[0].weight
+    layers[0].weight.grad_dtype = torch.float32
+    with pytest.raises(ValueError, match=r"^layers.0.weight is of the type torch.bfloat16, and its gradient, of which"):
+        gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1], 2)

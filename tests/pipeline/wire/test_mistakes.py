@@ -64,6 +64,22 @@ def _unfit_payload(rank: int) -> None:
     pipeline.train_step((images(4), torch.ones(4, 1)))
 
 
+class MakeMeta(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, x.new_empty(2, device="meta")
+
+
+def _payload_without_memory(rank: int) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 3, 1), MakeMeta(), nn.Identity())
+    pipeline = gpipe.Pipeline(layers, mean_output, (1, 1, 1), 2, mesh=stages(3), timeout_seconds=10)
+    pipeline.train_step((images(4), torch.ones(4, 1)))
+
+
+def _ranks_that_descend(rank: int) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([0, 2, 1]), mesh_dim_names=("stage",))
+    gpipe.Pipeline(mixed_layers(), mean_output, (2, 2, 2), 2, mesh=mesh, timeout_seconds=10)
+
+
 class MakeSparse(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return x.to_sparse()
@@ -96,6 +112,7 @@ def _too_few_processes(rank: int) -> None:
 
 MISTAKES = {function.__name__: function for function in (
     _other_targets, _other_num_microbatches, _late_to_hear, _other_partitions, _unfit_payload, _sparse_payload,
+    _payload_without_memory, _ranks_that_descend,
     _other_number_of_stages, _other_number_of_devices, _other_names, _too_few_processes,
 )}  # fmt: skip
 
@@ -109,6 +126,13 @@ MISTAKES = {function.__name__: function for function in (
         ("_other_partitions", "ValueError", None, "partitions is [2, 2, 2] in stage 0 and [1, 3, 2] in stage 2"),
         ("_unfit_payload", "PipelineError", 1, "the payload['numbers'] is of type set ({1, 2})"),
         ("_sparse_payload", "PipelineError", 1, "the payload is a tensor of layout torch.sparse_coo"),
+        (
+            "_payload_without_memory",
+            "PipelineError",
+            1,
+            "a tensor of shape (2,) on the meta device, which has no plain",
+        ),
+        ("_ranks_that_descend", "ValueError", None, "the mesh has the rows [[0, 2, 1]]; ranks must ascend in each row"),
         ("_other_number_of_stages", "ValueError", None, "the mesh has 3 stages, but 2 partitions need 2 with stages"),
         ("_other_number_of_devices", "ValueError", None, "3 stages, but 6 partitions need 2 with stages_per_device=3;"),
         ("_other_names", "ValueError", None, "the mesh has the dimensions ('pp',)"),

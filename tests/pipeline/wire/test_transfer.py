@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.pipeline.wire.mixed_layers import images, mean_output, mixed_layers, stages
+from tests.support.hosts import host_of_its_own
 from tests.support.process_pool import ProcessPool
 
 MODES = ("always", "except_last", "never")
@@ -185,6 +186,34 @@ def test_a_description_may_be_longer_than_any_message(processes: ProcessPool) ->
     (2 * outputs.mean()).backward()
     assert losses == pytest.approx(2 * [outputs.mean().item()], rel=1e-5)
     assert gradient == pytest.approx(weight.grad.flatten().tolist(), rel=1e-4)
+
+
+def train_under_another_default(rank: int) -> list[float]:
+    layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 1, 1))
+    for layer in layers:
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    batch = images(5), torch.ones(5, 1, 1, 1)
+    with torch.device("meta"):  # in which layers are described
+        pipeline = gpipe.Pipeline(
+            layers, mean_output, [1, 1], 2, mesh=stages(2), devices=torch.device("cpu"), timeout_seconds=10
+        )
+        losses = [pipeline.train_step(batch).loss for _ in range(2)]
+        pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one host", "hosts"])
+def test_the_default_device_is_the_users_own(is_apart: bool, processes: ProcessPool) -> None:
+    function = train_apart_under_another_default if is_apart else train_under_another_default
+    expected = 2 * [(images(5).sum(1, keepdim=True) * 0.1 * 3 * 0.1).mean().item()]
+    for losses in processes.run(2, function):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def train_apart_under_another_default(rank: int) -> list[float]:
+    with host_of_its_own():
+        return train_under_another_default(rank)
 
 
 # Steps of every size, one after the other, against one process that plays all stages.

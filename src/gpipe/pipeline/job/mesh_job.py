@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class MeshJob(Job):
         stages = name_stages(own)
         name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
+        self._groups: list[dist.ProcessGroup] = []
         self._watch = Watch(open_store(), self._rank, own, name, timeout_seconds, self.device_work)
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
@@ -92,18 +93,22 @@ class MeshJob(Job):
         own = settings()
         self._require_agreement(own, self._messenger, "stage")
         if self._num_processes > 1:
-            self._connect_neighbours(self._messenger)
-            self.transfer = self._connect_stages()
+            with self._explaining():
+                self._messenger.connect_neighbours()
+                self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
-            self._connect_neighbours(self._replica_messenger)
+            with self._explaining():
+                self._replica_messenger.connect_neighbours()
             self.replicas = self.connect_replicas()
             compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
             self._require_agreement(compared, self._replica_messenger, "replica")
 
-    def _connect_neighbours(self, messenger: Messenger) -> None:
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say why a connection is gone that the body needs."""
         try:
-            messenger.connect_neighbours()
+            yield
         except LostPeer as lost:
             raise self._watch.explain(lost) from None
 
@@ -180,13 +185,15 @@ class MeshJob(Job):
         for messenger in filter(None, (self._messenger, self._replica_messenger)):
             messenger.close()
         self._watch.join()
+        for group in self._groups:
+            if group is not self.outliving:
+                with suppress(ValueError, RuntimeError):  # the user has ended torch.distributed, or it is broken
+                    dist.destroy_process_group(group)
         self._failure = self._failure or "it was closed"
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
-        try:
+        with self._explaining():
             first, *others = messenger.gather(settings)
-        except LostPeer as lost:
-            raise self._watch.explain(lost) from None
         for number, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
@@ -245,6 +252,7 @@ class MeshJob(Job):
         for ranks, group in zip(members, groups, strict=True):
             if self._rank in ranks:
                 self._watch.guard(group, is_link=is_link)
+                self._groups.append(group)
                 return group
         return None
 
@@ -299,6 +307,12 @@ def _check_mesh(mesh: DeviceMesh, num_devices: int, stages_per_device: int) -> N
         raise ValueError(
             f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
             "replicas x stages"
+        )
+    ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])
+    if any(bool((ranks.diff(dim=dim) < 0).any()) for dim in (0, 1)):
+        raise ValueError(
+            f"the mesh has the rows {ranks.tolist()}; ranks must ascend in each row and column, as init_device_mesh "
+            "gives them"
         )
     if mesh.mesh.shape[-1] != num_devices:
         raise ValueError(

@@ -117,7 +117,7 @@ class Messenger:
 
     def receive_bytes(self, size: int, peer: int, tag: int) -> Tensor:
         """Wait for a message of at most `size` bytes."""
-        message = torch.empty(size, dtype=torch.uint8)
+        message = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
         with LostPeer.named([self._ranks[peer]]):
             self.group.recv([message], peer, tag).wait(FOREVER)
         return message

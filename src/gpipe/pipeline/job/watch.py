@@ -423,7 +423,7 @@ class Watch:
                     # A wait that is given up makes Gloo close the connections of its group; but a wait for a peer that
                     # is gone already fails before it begins.
                     with suppress(RuntimeError):
-                        part = torch.empty(1, dtype=torch.uint8)
+                        part = torch.empty(1, dtype=torch.uint8, device="cpu")
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _describe(self, rank: int) -> tuple[int | None, str]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from gpipe.pipeline.refusals import refuse_gradient_types
 from gpipe.pipeline.shared.replicas import Replicas
 
 BUCKET_BYTES = 25 * 2**20
@@ -54,6 +55,10 @@ class _Bucket:
     def reduce(self, replicas: Replicas) -> None:
         """Begin to average."""
         first = self.parameters[0]
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in self.parameters):
+            raise ValueError(
+                "a gradient is sparse, and replicas average only dense ones; set sparse=False in its layer"
+            )
         flat = torch.empty(self._size, dtype=first.dtype, device=first.device)
         flags = flat[self._begin_of_flags :].fill_(1.0 / replicas.count)
         for parameter, flag, (offset, strides) in zip(self.parameters, flags, self._places, strict=True):
@@ -104,7 +109,8 @@ class Averaging:
         self._bucket_of: dict[Parameter, _Bucket] = {}
         self._num_reduced = 0
         self._parameters: list[Parameter] = []  # which are held, so that no other one gets their ids
-        self._bound: list[tuple[int, bool]] = []
+        self._bound: list[tuple[int, bool]] | None = None
+        self._copy_from_first_replica()  # for what comes before the first step: evaluations, and copies for averages
 
     def start_step(self) -> None:
         """Bind the averaging to the parameters that the layers have, and that are trainable, now."""
@@ -114,12 +120,13 @@ class Averaging:
         if bound == self._bound:
             return
         self._parameters, self._bound = parameters, bound
+        for index, layer in self._layers.items():
+            refuse_gradient_types(layer.named_parameters(prefix=f"layers.{index}"), "which replicas average")
         self._refuse_partly_frozen()
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in group_alike(reversed(chosen))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        if chosen:
-            self._copy_from_first_replica()
+        self._copy_from_first_replica()
 
     def _refuse_partly_frozen(self) -> None:
         named = [
@@ -142,9 +149,12 @@ class Averaging:
             for state in chain.from_iterable(
                 (*layer.parameters(), *layer.buffers()) for layer in self._layers.values()
             ):
-                part = state.detach().contiguous()
-                dist.broadcast(part, dist.get_global_rank(group, 0), group)
-                state.copy_(part)
+                own = _distinct(state.detach())
+                part = own.contiguous().view(-1).view(torch.uint8)  # as bytes: no backend knows all types of torch
+                if part.numel():
+                    dist.broadcast(part, dist.get_global_rank(group, 0), group)
+                    if not own.is_contiguous():
+                        own.copy_(part.view(own.dtype).view(own.shape))
 
     @contextmanager
     def reducing(self, awaited: Iterable[Parameter] | None = None) -> Iterator[None]:
@@ -213,6 +223,14 @@ class Averaging:
         """Forget a step that failed."""
         for bucket in self._buckets:
             bucket.reset()
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory whose expanded dimensions have one element."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, [stride or 1 for stride in tensor.stride()])
 
 
 def group_alike(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:

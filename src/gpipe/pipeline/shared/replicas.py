@@ -108,7 +108,7 @@ class ReplicaGroup(Replicas):
         try:
             for peer in range(self.count):
                 if peer != self.index and dist.get_backend(self.group) == "gloo":
-                    self.group.send([torch.empty(1)], peer, PROBE_TAG)
+                    self.group.send([torch.empty(1, device="cpu")], peer, PROBE_TAG)
         except RuntimeError:
             return True
         return False

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -26,12 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.watch import FOREVER, Watch
+from gpipe.pipeline.refusals import refuse_gradient_types
 
 if TYPE_CHECKING:
     from gpipe.pipeline.job.job import Job
@@ -59,7 +61,7 @@ TiedGroup: TypeAlias = tuple[Member, ...]
 
 
 class TiedParameters:
-    """The parameters that are one and the same object in several layers of a model.
+    """The parameters that are one and the same object, or memory, in several layers of a model.
 
     A parameter that one layer alone uses in several places stays as it is.
 
@@ -75,14 +77,16 @@ class TiedParameters:
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._layers = layers
-        found: dict[int, list[Member]] = {}
+        found: dict[Hashable, list[Member]] = {}
         for index, layer in enumerate(layers):
             for name, parameter in layer.named_parameters():
-                found.setdefault(id(getattr(parameter, _MARK, parameter)), []).append(Member(index, name))
+                found.setdefault(_identify(parameter), []).append(Member(index, name))
         self.groups: tuple[TiedGroup, ...] = tuple(tuple(members) for members in found.values() if len(members) > 1)
         _refuse_shared_batch_norms(layers)
         for first, *_ in self.groups:
             _refuse_hooks(first, self._parameter(first))
+        copies = ((member.full_name, self._parameter(member)) for group in self.groups for member in group)
+        refuse_gradient_types(copies, "of which other layers have a part")
 
     def settings(self) -> dict[str, Any]:
         """Return, as JSON, what all processes must agree on: the groups, and the values that they begin with."""
@@ -147,7 +151,7 @@ class TiedParameters:
     @torch.no_grad()
     def _separate_parameter(self, member: Member, first: Member) -> None:
         value, parameter = self._parameter(first), self._parameter(member)
-        if parameter is value:
+        if _identify(parameter, marked=False) == _identify(value, marked=False):
             new = Parameter(value.detach().clone(), requires_grad=value.requires_grad)
             new.__dict__.update(value.__dict__)  # such as what an optimizer groups parameters by
             replace_parameter(self._layers[member.layer], parameter, new)
@@ -156,6 +160,18 @@ class TiedParameters:
 
     def _parameter(self, member: Member) -> Parameter:
         return self._layers[member.layer].get_parameter(member.name)
+
+
+def _identify(parameter: Parameter, *, marked: bool = True) -> Hashable:
+    """Return what tells a parameter from others: two objects in the same memory, such as by `.data`, are one.
+
+    marked: whether copies that went through a pipeline are one too.
+    """
+    if marked and hasattr(parameter, _MARK):
+        return id(getattr(parameter, _MARK))
+    if parameter.is_meta or is_lazy(parameter) or parameter.data_ptr() == 0:
+        return id(parameter)
+    return parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def checksum(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.microbatch import Payload, Structure
+from gpipe.pipeline.microbatch import Payload, PayloadError, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
 _HOST = torch.device("cpu")
@@ -114,6 +114,7 @@ class MessageFormat:
         # To compare takes half as long as to look for it by a hash.
         if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
             return predicted
+        _refuse_without_memory(payload)
         found = _format(payload.structure, specs, batch)
         return predicted if found == predicted else found
 
@@ -179,7 +180,9 @@ class MessageFormat:
                 parts.append(bytearray(gap))
             is_plain = layout.strides is None and not layout.offset  # its place needs no view
             elements.append(
-                torch.empty(layout.shape, dtype=dtype) if is_plain else layout.allocate(num_elements, _HOST)
+                torch.empty(layout.shape, dtype=dtype, device=_HOST)
+                if is_plain
+                else layout.allocate(num_elements, _HOST)
             )
             parts.append(buffer.from_address(elements[-1].data_ptr()))  # which does not keep the tensor alive
         if self._gaps[-1]:
@@ -220,6 +223,21 @@ class MessageFormat:
             ),
             MiniBatch(*batch),
         )
+
+
+def _refuse_without_memory(payload: Payload) -> None:
+    """Refuse tensors of which no bytes can travel, or whose bytes are not their values.
+
+    Raises:
+        PayloadError: it names the first.
+    """
+    for tensor in payload.tensors:
+        if tensor.is_quantized or (tensor.numel() and not tensor.data_ptr()):
+            kind = "on the meta device" if tensor.is_meta else f"of the type {tensor.dtype}, {type(tensor).__name__}"
+            raise PayloadError(
+                f"the payload has a tensor of shape {tuple(tensor.shape)} {kind}, which has no plain values in memory; "
+                "between processes only dense tensors travel: return such a one, or keep it inside one layer"
+            )
 
 
 def count_bytes(tensor: Tensor) -> int:

@@ -27,12 +27,7 @@ class LocalSender(Sender):
     def __init__(self, link: Link) -> None:
         assert link.connection is not None
         self._connection = link.connection
-        self._num_left, self._num_sent = 0, 0  # messages left to the thread, and those of them that it has sent
         super().__init__(link)
-
-    def start(self, *, training: bool) -> None:
-        """Begin a step."""
-        self._formats.start(training=training)
 
     def send(self, payload: Payload, batch: MiniBatch) -> None:
         """Send a payload, without waiting for anything.
@@ -54,17 +49,12 @@ class LocalSender(Sender):
         if self._num_left == self._num_sent:
             parts = self._connection.send_at_once(parts)
         if parts:
-            self._num_left += 1
             rest = b"".join(parts)  # a copy: what the payload lies in may change
-            self._work.put(lambda: self._send_rest(rest))
-
-    def _send_rest(self, message: bytes) -> None:
-        self._connection.send(message)
-        self._num_sent += 1
+            self._leave(lambda: self._connection.send(rest))
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
         # Whatever step the receiver is in, and so predicts.
-        self._send_rest(_frame(mark, text, self._formats.longest()))
+        self._connection.send(_frame(mark, text, self._formats.longest()))
 
 
 class LocalReceiver:

@@ -6,6 +6,7 @@ import json
 import queue
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatt
 HEADER = struct.Struct(f"<BQ?I{PREFIX_BYTES - 14}x")
 """A mark, and the size of a text; whether data is of a training step, and how many messages of that came before."""
 
+_LOOK_SECONDS = 0.001  # between two looks whether the step before has been sent
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
 
@@ -169,11 +171,16 @@ class Sender(_End):
 
     def __init__(self, link: Link) -> None:
         self._error: Exception | None = None
+        self._num_left, self._num_sent = 0, 0  # pieces of work left to the thread, and those of them that are done
         super().__init__(link, "sends-to")
 
     def start(self, *, training: bool) -> None:
-        """Begin a step."""
-        self._work.put(lambda: self._formats.start(training=training))
+        """Begin a step when the one before has been sent: evaluations wait for no answer, and would fill the memory."""
+        if self._num_left > self._num_sent:
+            with self.link.messenger.waiting_for(self.link.peer):
+                while self._num_left > self._num_sent and self._error is None:
+                    time.sleep(_LOOK_SECONDS)
+        self._formats.start(training=training)
 
     def send(self, payload: Payload, batch: MiniBatch) -> None:
         """Send a payload, without waiting for anything.
@@ -183,12 +190,36 @@ class Sender(_End):
         """
         if self._error is not None:
             raise self._error
-        delivery = None
-        if self.link.nccl is not None:
-            ready = torch.cuda.current_stream(self.link.device).record_event()
-            delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
-            self.link.device_work.deliver(delivery)
-        self._work.put(lambda: self._send(payload, batch, delivery))
+        predicted = self._formats.predict()
+        found = MessageFormat.of(payload, batch, predicted)
+        if found is not predicted:
+            self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
+        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8, device="cpu")
+        message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
+        self._formats.advance(found)
+        if self.link.nccl is None:
+            found.pack(payload, message)  # at once: what the payload lies in may change
+            self._leave(lambda: self._deliver(message))
+            return
+        ready = torch.cuda.current_stream(self.link.device).record_event()
+        delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
+        self.link.device_work.deliver(delivery)
+
+        def send() -> None:
+            self._deliver(message)
+            self._send_on_device(payload, found, delivery)
+
+        self._leave(send)
+
+    def _leave(self, work: Callable[[], None]) -> None:
+        """Leave a piece of work to the thread."""
+
+        def count() -> None:
+            work()
+            self._num_sent += 1
+
+        self._num_left += 1
+        self._work.put(count)
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the receiver why no payload will come, and end the thread."""
@@ -199,20 +230,6 @@ class Sender(_End):
         self._error = error
         if not isinstance(error, LostPeer):
             self.link.messenger.report(f"sending failed: {type(error).__name__}: {error}")
-
-    def _send(self, payload: Payload, batch: MiniBatch, delivery: Delivery | None) -> None:
-        predicted = self._formats.predict()
-        found = MessageFormat.of(payload, batch, predicted)
-        if found is not predicted:
-            self._send_text(Mark.FORMAT, found.to_json())
-        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
-        message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
-        if delivery is None:
-            found.pack(payload, message)
-        self._deliver(message)
-        if delivery is not None:
-            self._send_on_device(payload, found, delivery)
-        self._formats.advance(found)
 
     def _deliver(self, message: Tensor) -> None:
         self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)

@@ -10,8 +10,8 @@ sends the payload in the next message. So shapes may change at any time, and nob
 
 Between processors of one host the messages go over a socket, written and read by the stages themselves: local.py.
 
-All others go over Gloo, and each end of a stream has a thread, which packs, sends, asks for and unpacks messages while
-the stage computes: streams.py. Between GPUs they carry no data: the tensors follow over NCCL.
+All others go over Gloo, and each end of a stream has a thread, which sends, asks for and unpacks messages while the
+stage computes: streams.py. Between GPUs they carry no data: the tensors follow over NCCL.
 """
 
 from __future__ import annotations
