@@ -11,7 +11,7 @@ from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
 from reproductions.figure3_multilingual.depth import average
 from reproductions.figure3_multilingual.gain import Line
-from reproductions.figure3_multilingual.pairs import fit_gains, list_gains, pair_models, pair_tested_models
+from reproductions.figure3_multilingual.pairs import fit_gains, group_pairs, list_gains
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
@@ -131,23 +131,22 @@ def draw_line(axis: plt.Axes, line: Line) -> None:
 
 
 def describe_gain(setting: str) -> str:
-    """Say how many languages gain by the multilingual model, and how many are left out of the means."""
-    every, tested = pair_models(records)[setting], pair_tested_models(records)[setting]
-    values: dict[str, list[float]] = {}
-    for languages in tested.values():
-        for language, (one, many) in languages.items():
-            both = [model.best("loss", language) or 0 for model in (one, many)]
-            values.setdefault(language, []).append(both[0] - both[1])
-    gains = {language: fmean(of) for language, of in values.items()}
-    if not gains:
-        return f"**{setting}**: no language has enough test sentences."
-    better, mean_gain = sum(gain > 0 for gain in gains.values()), fmean(gains.values())
-    num_languages = len({language for languages in every.values() for language in languages})
-    return (
-        f"**{setting}**: {len(gains)} of {num_languages} languages have enough test sentences for a mean. On {better} "
-        f"of them the multilingual model has the lower loss, means over {len(tested)} seeds. In the mean over them its "
-        f"loss is {'lower' if mean_gain > 0 else 'higher'} by {abs(mean_gain):.3f} nats."
-    )
+    """Say on how many languages the multilingual model has the lower loss, and by how much, for each group of them."""
+    said = []
+    for group, seeds in group_pairs(records)[setting].items():
+        values: dict[str, list[float]] = {}
+        for languages in seeds.values():
+            for language, (one, many) in languages.items():
+                both = [model.best("loss", language) or 0 for model in (one, many)]
+                values.setdefault(language, []).append(both[0] - both[1])
+        gains = [fmean(of) for of in values.values()]
+        better, mean_gain = sum(gain > 0 for gain in gains), fmean(gains)
+        said.append(
+            f"**{setting}, {group}**: on {better} of {len(gains)} the multilingual model has the lower loss, means "
+            f"over {len(seeds)} seeds. In the mean over all {len(gains)} its loss is "
+            f"{'lower' if mean_gain > 0 else 'higher'} by {abs(mean_gain):.3f} nats."
+        )
+    return "\n\n".join(said)
 
 
 def name_choice(scaled: bool, limit: float | None) -> str:

@@ -14,7 +14,7 @@ PARAMETERS = "translation_parameters"
 SCORING = "bleu"
 SCORER = "bleu.py"
 MIN_TEST_SENTENCES = 50
-"""A language with fewer is left out of the means of a claim: a score of five sentences says nothing."""
+"""A score of five sentences says little: a language with fewer is left out of means that say so."""
 
 
 class Recipe(NamedTuple):
@@ -64,6 +64,11 @@ class Trained:
         return Recipe(
             config["optimizer"]["learning_rate"], config["model"]["dropout"], config["trainer"].get("max_steps")
         )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its least loss is that at the limit of its steps."""
+        return self.recipe.max_steps is not None and self.best("step") == self.recipe.max_steps
 
     def best(self, figure: str, language: str | None = None) -> float | None:
         """Return a figure of the evaluation with the least loss over all languages."""
@@ -240,8 +245,15 @@ def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, i
     return found
 
 
+def describe_pairs(languages: Iterable[str], records: Iterable[Record], data: str) -> str:
+    """Write how many training pairs the poorest and the richest of some languages have; empty where nobody knows."""
+    pairs = training_pairs(records, data)
+    known = [pairs[language] for language in languages if language in pairs]
+    return f"{' to '.join(f'{count:,}' for count in sorted({min(known), max(known)}))} training pairs" if known else ""
+
+
 def list_barely_tested(records: Iterable[Record], data: str) -> list[str]:
-    """Return the languages of a data set whose test set is too small for the means of a claim."""
+    """Return the languages of a data set whose test set is smaller than MIN_TEST_SENTENCES."""
     counts = count_test_sentences(records, data)
     return sorted(language for language, count in counts.items() if count < MIN_TEST_SENTENCES)
 

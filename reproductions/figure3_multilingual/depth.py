@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpipe.decoding.resource_groups import GROUPS, resource_groups
+from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record
 from reproductions.claims import Claim, format_verdicts
 from reproductions.table import Paper, markdown, not_run
@@ -18,6 +18,7 @@ from reproductions.translation_runs import (
     SCORER,
     Trained,
     beams,
+    describe_pairs,
     describe_search,
     list_barely_tested,
     mean,
@@ -32,24 +33,30 @@ from reproductions.verdict import Interval, over_seeds_and_parts
 DEEP_TRAINING = "deep_training_laptop"
 STUDY = "python -m experiments.deep_or_wide"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
+_BARELY_TESTED = "low, small test sets too"
 _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BLEU"}
 
 
 def deep_or_wide(records: Sequence[Record]) -> str:
     """Compare models of equal size, from wide to deep, by resource group: means and deviations over the seeds.
 
-    Every number of a model is a mean over the languages with enough test sentences, scores with the narrowest beam.
-    Lines over the depth are of models of the same seed.
+    Every number of a model is a mean over the languages with enough test sentences, but for those of a group that says
+    that it has all; scores are with the narrowest beam. Lines over the depth are of models of the same seed. Where the
+    training of a model is unfinished, the last column has the verdict of the others.
     """
     tables = []
     for data, depths in models_by_depth(records).items():
         models = list(depths.values())
         groups = tested_groups(records, data[0])
         groups["all"] = groups["all"] or next(iter(models[0].values())).list_evaluated()  # before anything is scored
+        poorer = resource_groups(training_pairs(records, data[0]))["low"]
+        if set(poorer) != set(groups["low"]):
+            groups[_BARELY_TESTED] = poorer
+        unfinished, finished = find_unfinished(depths), list_finished(depths)
         searches = [describe_search(beam) for beam in beams(one for found in models for one in found.values())]
         search = next(iter(searches), None)
         rows = []
-        for name, group in itertools.product(_FIGURES, GROUPS):
+        for name, group in itertools.product(_FIGURES, groups):
             values = [[mean(_figures(one, name, groups[group]).values()) for one in found.values()] for found in models]
             gains = gains_per_doubling(depths, name, groups[group])
             means = [mean(found.values()) for found in gains.values()]
@@ -59,8 +66,12 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
             num_seeds = sum(map(bool, gains.values())) or len(gains)
             rows.append([title, f"{group}, {len(groups[group])}", *cells, str(num_seeds), verdict])
+            if finished:
+                rest = _interval(name, gains_per_doubling(finished, name, groups[group]))
+                rows[-1].append("" if rest is None else rest.describe(_FIGURES[name]))
         names = [next(iter(found.values())).model for found in models]
         header = [data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"]
+        header += [f"without {_name_models(unfinished)}"] if finished else []
         missing = "; ".join(_name(row) for row in planned_models(records, "laptop").values() if _name(row) not in names)
         tables.append(markdown(header, rows) + (f"\nNot run: {missing}.\n" if missing else ""))
     return "\n".join(tables) or not_run(STUDY)
@@ -71,33 +82,55 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
     for data, depths in models_by_depth(records).items():
-        low = tested_groups(records, data[0])["low"]
+        low, unfinished = tested_groups(records, data[0])["low"], find_unfinished(depths)
+        extent = describe_pairs(low, records, data[0])
         forms = {title: _FIGURES[name] for name, title in _TITLES.items()}
-        found = {title: _interval(name, gains_per_doubling(depths, name, low)) for name, title in _TITLES.items()}
-        gains = "; ".join(
-            f"{title} {interval.mean:+z{forms[title]}}" for title, interval in found.items() if interval is not None
-        )
-        rows.append(
-            Claim(
-                "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
-                f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
-                f"gain with each doubling of the depth, {len(depths)} depths: {gains}",
-                verdict=format_verdicts(found.items(), forms),
+        for compared, without in ((depths, ()), (list_finished(depths), unfinished)):
+            if not compared:
+                continue
+            found = {title: _interval(name, gains_per_doubling(compared, name, low)) for name, title in _TITLES.items()}
+            gains = "; ".join(
+                f"{title} {interval.mean:+z{forms[title]}}" for title, interval in found.items() if interval is not None
             )
-        )
+            rows.append(
+                Claim(
+                    "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)"
+                    + (f": {len(low)} language{'s' if len(low) > 1 else ''} with {extent}" if extent else "")
+                    + (f", without {_name_models(without)}, whose training is unfinished" if without else ""),
+                    f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
+                    f"gain with each doubling of the depth, {len(compared)} depths: {gains}",
+                    verdict=format_verdicts(found.items(), forms),
+                )
+            )
     settings = deep_trainings(records)
     if settings:
-        runs = [run for ways in settings.values() for found in ways.values() for run in found]
-        outcomes = Counter(map(describe_outcome, runs))
         rows.append(
             Claim(
                 "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
                 "without them, gradients that destroy the learning progress",
-                "; ".join(f"{text}: {count} of {outcomes.total()} runs" for text, count in outcomes.items()),
+                "; ".join(
+                    f"{measures}: {_describe_outcomes(runs)}" for measures, runs in _group_by_measures(settings).items()
+                ),
                 verdict=format_verdicts([_compare_losses(*both) for both in settings.items()], ".3f"),
             )
         )
     return rows
+
+
+def find_unfinished(depths: Mapping[int, Mapping[int, Trained]]) -> list[Trained]:
+    """Return a training of each model whose least loss is that at the limit of its steps, with every seed."""
+    return [
+        next(iter(models.values()))
+        for models in depths.values()
+        if models and all(one.is_unfinished for one in models.values())
+    ]
+
+
+def list_finished(depths: Mapping[int, Mapping[int, Trained]]) -> dict[int, Mapping[int, Trained]]:
+    """Return the other depths; empty where all are finished, or where fewer than two are."""
+    unfinished = {one.run.config["model"]["num_layers"] for one in find_unfinished(depths)}
+    rest = {depth: models for depth, models in depths.items() if depth not in unfinished}
+    return rest if unfinished and len(rest) > 1 else {}
 
 
 def deep_or_wide_models(records: Sequence[Record]) -> str:
@@ -198,6 +231,27 @@ def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
     nll = [row["nll"] for row in course if "nll" in row]
     least = itertools.accumulate(nll, min)
     return max((value - before for value, before in zip(nll, least, strict=True)), default=None)
+
+
+def _name_models(models: Iterable[Trained]) -> str:
+    return " and ".join(one.model for one in models)
+
+
+def _group_by_measures(
+    settings: Mapping[str, Mapping[tuple[bool, float | None], Sequence[Record]]],
+) -> dict[str, list[Record]]:
+    """Return the trainings of all settings with both measures, with one of them, and with neither."""
+    found: dict[str, list[Record]] = {"both": [], "one": [], "neither": []}
+    for ways in settings.values():
+        for (scaled, limit), runs in ways.items():
+            found[("neither", "one", "both")[scaled + (limit is not None)]] += runs
+    return {f"with {measures}": runs for measures, runs in found.items() if runs}
+
+
+def _describe_outcomes(runs: Sequence[Record]) -> str:
+    """Write how many of some trainings had which outcome."""
+    counts = Counter(map(describe_outcome, runs)).items()
+    return ", ".join(f"{count} of {len(runs)} {text}" for text, count in counts)
 
 
 def _name(row: Mapping[str, Any]) -> str:

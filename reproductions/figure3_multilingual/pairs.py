@@ -9,6 +9,7 @@ from gpipe.records import Record
 from reproductions.figure3_multilingual.gain import Gains, Line, fit_line
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
+    MIN_TEST_SENTENCES,
     Trained,
     beams,
     describe_search,
@@ -24,6 +25,8 @@ MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
 Pairs = Mapping[str, tuple[Trained, Trained]]
 """The bilingual and the multilingual model of a seed, by the bilingual one's language."""
+EVERY, TESTED = "all languages", f"{MIN_TEST_SENTENCES} test sentences or more"
+"""The groups of languages that means are over."""
 
 
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
@@ -134,6 +137,20 @@ def pair_tested_models(records: Sequence[Record]) -> dict[str, dict[int, dict[st
             seed: {name: pair for name, pair in languages.items() if name not in left_out}
             for seed, languages in seeds.items()
         }
+    return found
+
+
+def group_pairs(records: Sequence[Record]) -> dict[str, dict[str, Mapping[int, Pairs]]]:
+    """Return the pairs of models by setting, and then by group: of all languages, and of those with enough tests.
+
+    The second group is there where it lacks some of the languages, and has any.
+    """
+    tested = pair_tested_models(records)
+    found: dict[str, dict[str, Mapping[int, Pairs]]] = {}
+    for setting, seeds in pair_models(records).items():
+        found[setting] = {EVERY: seeds}
+        if set() != list_languages(tested[setting]) != list_languages(seeds):
+            found[setting][TESTED] = tested[setting]
     return found
 
 

@@ -12,21 +12,23 @@ from reproductions.figure3_multilingual import depth, text_scale
 from reproductions.figure3_multilingual.gain import Line, split_by_pairs
 from reproductions.figure3_multilingual.pairs import (
     BILINGUAL,
+    EVERY,
     LOSS,
     SCORES,
+    TESTED,
     Figure,
     Means,
     find_gain,
     find_means,
     fit_gains,
     gains_of,
+    group_pairs,
     list_figures,
     list_judged_figures,
     list_languages,
     list_multilingual,
     multilingual_trainings,
     pair_models,
-    pair_tested_models,
 )
 from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
@@ -39,6 +41,7 @@ from reproductions.translation_runs import (
     compare_beams,
     compare_recipes,
     count_test_sentences,
+    describe_pairs,
     describe_search,
     format_value,
     is_tuned,
@@ -57,6 +60,7 @@ PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
 NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 _COMMANDS = "python -m experiments.multilingual"
+_OVER = {EVERY: "all languages that have both models", TESTED: f"those with {TESTED}"}
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 
@@ -111,23 +115,24 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             planned=f"{planned['parameters'] / 1e9:.2f}B parameters" if planned else "",
         )
     ]
-    tested = pair_tested_models(records)
-    for setting, every in pair_models(records).items():
-        seeds = tested[setting]
-        found = {figure.title: (figure, find_gain(seeds, figure)) for figure in list_judged_figures(every.values())}
-        rows.append(
-            Claim(
-                "one model of 102 languages beats one per language, at laptop scale (section 5)",
-                "better on nearly all languages",
-                f"gain {_describe_languages(list_languages(seeds), records, setting)}: "
-                + "; ".join(
-                    f"{title} {interval.mean:+{figure.form}}"
-                    for title, (figure, interval) in found.items()
-                    if interval is not None
-                ),
-                verdict=format_verdicts(((title, interval) for title, (_, interval) in found.items()), ".2f"),
+    for setting, groups in group_pairs(records).items():
+        figures = list_judged_figures(groups[EVERY].values())
+        forms = {figure.title: figure.form for figure in figures}
+        for group, seeds in groups.items():
+            found = {figure.title: find_gain(seeds, figure) for figure in figures}
+            rows.append(
+                Claim(
+                    f"one model of 102 languages beats one per language, at laptop scale (section 5): {_OVER[group]}",
+                    "better on nearly all languages",
+                    f"gain {_describe_languages(list_languages(seeds), records, setting)}: "
+                    + "; ".join(
+                        f"{title} {interval.mean:+{forms[title]}}"
+                        for title, interval in found.items()
+                        if interval is not None
+                    ),
+                    verdict=format_verdicts(found.items(), forms),
+                )
             )
-        )
         lines = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
         rows.append(
             Claim(
@@ -135,7 +140,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 "gains most on languages with few examples",
                 "; ".join(f"{title}: changes sign at {_describe_sign(line)}" for title, line in lines.items())
                 or NOT_RUN,
-                verdict=format_verdicts(((title, line.loss_per_doubling) for title, line in lines.items()), ".2f"),
+                verdict=format_verdicts(((title, line.loss_per_doubling) for title, line in lines.items()), forms),
             )
         )
     return [*rows, *depth.claims(records, paper)]
@@ -144,11 +149,13 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 def figure3_low_resource(records: Sequence[Record]) -> str:
     """Compare one multilingual model with bilingual ones of its size, on the languages that have these.
 
-    There is one row per figure and seed, then one for all seeds. Each number is a mean over the languages with enough
-    test sentences, with each model at its least validation loss.
+    The first table is over all of these languages, the second over those with enough test sentences. There is one row
+    per figure and seed, then one for all seeds. Each number is a mean over the languages, with each model at its least
+    validation loss.
     """
     tables = []
-    for setting, seeds in pair_tested_models(records).items():
+    every = [(setting, *group) for setting, groups in group_pairs(records).items() for group in groups.items()]
+    for setting, group, seeds in every:
         rows = []
         for figure in list_figures(seeds.values()):
             means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure))}
@@ -161,22 +168,41 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
             rows[-1].append("" if interval is None else interval.describe(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
-        header = [setting, "seed", "languages", "bilingual", "multilingual", "difference", "multilingual is better on"]
-        tables.append(markdown([*header, "verdict"], rows))
+        header = [f"{setting}: {group}", "seed", "languages", "bilingual", "multilingual", "difference"]
+        tables.append(markdown([*header, "multilingual is better on", "verdict"], rows))
     return "\n".join(tables) or not_run(_COMMANDS)
 
 
 def figure3_left_out(records: Sequence[Record]) -> str:
-    """Say which languages the means leave out because their test sets are small."""
+    """Say which languages the second group leaves out because their test sets are small."""
     lines = []
-    tested = pair_tested_models(records)
     for setting, seeds in pair_models(records).items():
-        every, kept = list_languages(seeds), list_languages(tested[setting])
-        left_out = sorted(every - kept)
+        data = setting.rpartition(", ")[2]
+        barely, every = set(list_barely_tested(records, data)), list_languages(seeds)
+        left_out, kept = sorted(every & barely), every - barely
         said = f"{len(left_out)} of {len(every)} languages have fewer than {MIN_TEST_SENTENCES} test sentences"
-        names = f" and are left out of the means: {', '.join(left_out)}" if left_out else ""
-        lines.append(f"{setting}: {said}{names}. The means are over {len(kept)} languages.\n")
+        names = f" and are left out of the second table: {', '.join(left_out)}" if left_out else ""
+        parts = {f"the {len(left_out)}": left_out, f"the other {len(kept)}": kept}
+        extents = [(part, describe_pairs(names, records, data)) for part, names in parts.items() if names]
+        have = ", ".join(f"{part} have {extent}" for part, extent in extents if extent)
+        lines.append(f"{setting}: {said}{names}.{f' {have[0].upper()}{have[1:]}.' if have else ''}\n")
     return "\n".join(lines) or not_run(_COMMANDS)
+
+
+def figure3_limits(records: Sequence[Record]) -> str:
+    """Count the trainings whose least loss is that of the last step of their limit: more steps may be better."""
+    rows = []
+    for groups in group_pairs(records).values():
+        for group, seeds in groups.items():
+            pairs = [pair for languages in seeds.values() for pair in languages.values()]
+            kinds = {"bilingual": [one for one, _ in pairs], "multilingual": _list_each(other for _, other in pairs)}
+            for kind, found in kinds.items():
+                for limit in sorted({one.recipe.max_steps for one in found if one.recipe.max_steps is not None}):
+                    alike = [one for one in found if one.recipe.max_steps == limit]
+                    at_limit = sum(one.is_unfinished for one in alike)
+                    rows.append([group, kind, f"{limit:,}", str(len(alike)), str(at_limit)])
+    header = ["languages", "models", "at most so many steps", "trainings", "with the least loss at the last step"]
+    return markdown(header, rows) if rows else not_run(_COMMANDS)
 
 
 def figure3_search(records: Sequence[Record]) -> str:
@@ -300,10 +326,11 @@ def figure3_design(records: Sequence[Record]) -> str:
     arms = []
     question = "is one model of all languages better than one per language?"
     searched_alone = searches(records, BILINGUAL) if is_tuned(records, BILINGUAL) else []
-    for setting, seeds in pair_tested_models(records).items():
+    for setting, groups in group_pairs(records).items():
         models = [one for one in multilingual_trainings(records) if one.setting == setting]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
-        items = _count_items(records, setting, list_languages(seeds))
+        counts = [_count_items(records, setting, list_languages(seeds)) for seeds in groups.values()]
+        items = "; ".join(dict.fromkeys(counts))
         arms.append(_make_arm(question, "one model per language", BILINGUAL, alone, searched_alone, items))
         searched = searches(records, DEEP_OR_WIDE) if searched_alone else []
         arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, searched, items))
@@ -360,11 +387,13 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
 
 def _describe_languages(languages: Collection[str], records: Sequence[Record], setting: str) -> str:
     """Write how many languages there are, and how many training pairs the poorest and the richest have."""
-    pairs = training_pairs(records, setting.rpartition(", ")[2])
-    known = [pairs[language] for language in languages if language in pairs]
-    counts = [f"{count:,}" for count in sorted({min(known), max(known)})] if known else []
-    extent = f" with {' to '.join(counts)} training pairs" if known else ""
-    return f"on {len(languages)} language{'s' if len(languages) > 1 else ''}{extent}"
+    extent = describe_pairs(languages, records, setting.rpartition(", ")[2])
+    return f"on {len(languages)} language{'s' if len(languages) > 1 else ''}{extent and f' with {extent}'}"
+
+
+def _list_each(models: Iterable[Trained]) -> list[Trained]:
+    """Return each of some models once."""
+    return list({id(one): one for one in models}.values())
 
 
 def _describe_line(line: Line, form: str) -> list[str]:
@@ -403,6 +432,7 @@ TABLES = (
     figure3_search,
     figure3_beams,
     figure3_left_out,
+    figure3_limits,
     figure3_low_resource,
     figure3_gain,
     figure3_languages,

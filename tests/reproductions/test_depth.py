@@ -18,8 +18,10 @@ from reproductions.figure3_multilingual.depth import (
     deep_training,
     deep_trainings,
     describe_outcome,
+    find_unfinished,
     gains_per_doubling,
     largest_rise,
+    list_finished,
     models_by_depth,
 )
 from reproductions.translation_runs import PARAMETERS
@@ -131,8 +133,70 @@ def test_searches_for_a_rate_at_which_depth_fails_are_one_claim() -> None:
     ]
     paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
     (claim,) = claims([*records, deep(0, course(8.0, 9.0), rate=0.75)], paper)
-    assert claim.measured == "trained: 8 of 9 runs; learnt nothing: 1 of 9 runs"
+    assert claim.measured == "with both: 4 of 5 trained, 1 of 5 learnt nothing; with neither: 4 of 4 trained"
     assert re.findall(r"rate (\S+),.*?: (\w+)", claim.verdict) == [("0.25", "reproduced"), ("0.5", "contradicted")]
+
+
+def test_outcomes_are_counted_by_how_many_measures_a_training_has() -> None:
+    ways = [(True, 20.0), (True, None), (False, 20.0), (False, None)]
+    records = [
+        deep(seed, course(8.0, 9.0 if seed < number else 4.0), scaled=scaled, limit=limit)
+        for number, (scaled, limit) in enumerate(ways)
+        for seed in range(4)
+    ]
+    paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
+    (claim,) = claims(records, paper)
+    both, one, neither = claim.measured.split("; ")
+    assert both == "with both: 4 of 4 trained"
+    assert sorted(one.removeprefix("with one: ").split(", ")) == ["3 of 8 learnt nothing", "5 of 8 trained"]
+    assert sorted(neither.removeprefix("with neither: ").split(", ")) == ["1 of 4 trained", "3 of 4 learnt nothing"]
+
+
+def test_a_model_whose_training_is_unfinished_is_in_one_verdict_and_not_in_the_other() -> None:
+    # The loss falls by 1 from 1 to 2 layers, and rises by 1 with each doubling of the line through 4 layers too. These
+    # are unfinished with every seed; with 2 layers, one seed is.
+    runs = [
+        trained(
+            DEEP_OR_WIDE, seed, {}, shape=(depth, 512 // depth, 4),
+            least_loss={"loss": loss, "sw/loss": loss, "de/loss": loss, "step": step},
+        )
+        for seed in range(3)
+        for depth, loss, step in ((1, 3.0, 300), (2, 2.0, 400 if seed == 0 else 300), (4, 5.0, 400))
+    ]  # fmt: skip
+    scores = [scored(run, {"sw": 10.0, "de": 10.0}, PAIRS) for run in runs]
+    records = [*runs, *scores]
+    (depths,) = models_by_depth(records).values()
+    assert [one.model for one in find_unfinished(depths)] == ["T(4, 128, 4), 64 wide"]
+    assert list(list_finished(depths)) == [1, 2]
+    table = deep_or_wide(records)
+    assert table.splitlines()[0].endswith("| deep is better | without T(4, 128, 4), 64 wide |")
+    loss = cells(table)[0]
+    assert loss[-2:] == ["contradicted [-1.000, -1.000]", "reproduced [+1.000, +1.000]"]
+    paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
+    every, finished = claims(records, paper)
+    assert every.text.endswith(": 1 language with 100 training pairs")
+    assert finished.text.endswith(", without T(4, 128, 4), 64 wide, whose training is unfinished")
+    assert (every.measured[:48], finished.measured[:48]) == (
+        "gain with each doubling of the depth, 3 depths: ",
+        "gain with each doubling of the depth, 2 depths: ",
+    )
+    assert every.verdict.startswith("loss: contradicted [-1.000, -1.000]")
+    assert finished.verdict.startswith("loss: reproduced [+1.000, +1.000]")
+    assert list_finished({depth: depths[depth] for depth in (1, 4)}) == {}, "one depth has no line"
+    assert len(claims([run for run in runs if run.config["model"]["num_layers"] < 4], paper)) == 1
+
+
+def test_languages_with_small_test_sets_have_rows_of_the_whole_poorer_half() -> None:
+    pairs = {"sw": 100, "yi": 50, "de": 900, "fr": 800}
+    losses = {"sw": 2.0, "yi": 4.0, "de": 1.0, "fr": 1.0}
+    runs = [trained(DEEP_OR_WIDE, 0, losses, shape=shape) for shape in (DEEP, WIDE)]
+    scores = [scored(run, dict.fromkeys(pairs, 10.0), pairs, sentences={"yi": 5}) for run in runs]
+    rows = [row for row in cells(deep_or_wide([*runs, *scores])) if row[0] == "loss"]
+    assert [row[1:3] for row in rows[1:]] == [
+        ["high, 2", "1.000"],
+        ["low, 1", "2.000"],
+        ["low, small test sets too, 2", "3.000"],
+    ]
 
 
 @pytest.mark.parametrize(

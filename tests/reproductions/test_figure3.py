@@ -12,6 +12,7 @@ from reproductions.figure3_multilingual.tables import (
     figure3_gain,
     figure3_languages,
     figure3_left_out,
+    figure3_limits,
     figure3_low_resource,
     figure3_models,
     figure3_run,
@@ -144,15 +145,25 @@ def test_both_searches_and_the_choice_of_a_beam_are_shown() -> None:
     ]
 
 
-def test_languages_of_a_small_test_set_are_left_out_of_the_means_and_the_page_says_so() -> None:
+def test_languages_of_a_small_test_set_are_left_out_of_a_second_table_and_claim_and_the_page_says_so() -> None:
     records = [record for seed in range(2) for record in pair(seed, 3.0, 2.5)]
     few = [scored(run, {"sw": 30.0, "cy": 20.0, "de": 1.0}, PAIRS, sentences={"sw": 49, "cy": 50}) for run in records]
-    table = cells(figure3_low_resource([*records, *few]))
-    assert table[0] == ["least loss, nats per token", "0", "1", "2.500", "3.000", "+0.500", "0", ""]
-    assert "1 of 2 languages have fewer than 50 test sentences and are left out of the means: sw." in figure3_left_out(
-        [*records, *few]
+    every, tested = map(cells, figure3_low_resource([*records, *few]).split("\n\n"))
+    assert every[0] == ["least loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
+    assert tested[0] == ["least loss, nats per token", "0", "1", "2.500", "3.000", "+0.500", "0", ""]
+    assert (
+        "1 of 2 languages have fewer than 50 test sentences and are left out of the second table: sw. The 1 have "
+        in (said := figure3_left_out([*records, *few]))
     )
-    claim = claims([*records, *few], PAPER)[1]
+    assert said.endswith("The 1 have 100 training pairs, the other 1 have 300 training pairs.\n")
+    every, claim = claims([*records, *few], PAPER)[1:3]
+    assert every.text.endswith("all languages that have both models") and claim.text.endswith(
+        "50 test sentences or more"
+    )
+    assert every.measured.startswith(
+        "gain on 2 languages with 100 to 300 training pairs: least loss, nats per token +0.250"
+    )
+    assert "no difference found [" in every.verdict
     assert (
         claim.measured.startswith("gain on 1 language with 300 training pairs: least loss, nats per token -0.500")
         and "contradicted [-0.5" in claim.verdict
@@ -170,8 +181,54 @@ def test_the_gain_is_shown_by_the_number_of_pairs_with_all_languages() -> None:
     row = cells(lines)[0]
     assert row[1].startswith("+1.000 at 100") and row[2].startswith("-1.000 at 300")
     assert row[3] == "173 pairs", "the geometric mean of 100 and 300"
-    falls = claims([*records, *scores], PAPER)[2]
+    falls = claims([*records, *scores], PAPER)[3]
     assert falls.measured.startswith("least loss, nats per token: changes sign at 173 pairs")
+
+
+def test_a_claim_over_all_languages_leaves_none_out_and_writes_each_figure_in_its_own_form() -> None:
+    # The gain in loss is 1/64 on each of two languages, the one of which has five test sentences; chrF gains 1 on both.
+    runs = [
+        record
+        for seed in range(3)
+        for record in (
+            trained(MULTILINGUAL, seed, {"sw": 2.0 + seed, "cy": 3.0}),
+            trained(BILINGUAL, seed, {"sw": 2.0 + seed + 1 / 64}, languages=["sw"]),
+            trained(BILINGUAL, seed, {"cy": 3.0 + 1 / 64}, languages=["cy"]),
+        )
+    ]
+    scores = [
+        scored(run, dict.fromkeys(run.config["data"]["languages"] or PAIRS, chrf), PAIRS, sentences={"sw": 5})
+        for run in runs
+        for chrf in [10.0 if run.config["data"]["languages"] else 11.0]
+    ]
+    every = claims([*runs, *scores], PAPER)[1]
+    assert every.measured.startswith("gain on 2 languages with 100 to 300 training pairs: least loss, nats per token +")
+    assert every.verdict.split("; ")[:2] == [
+        "least loss, nats per token: reproduced [+0.016, +0.016]",
+        "chrF, beam 4: reproduced [+1.00, +1.00]",
+    ]
+    without = claims(runs, PAPER)
+    assert [claim.text.partition(": ")[2] for claim in without[1:3]] == ["all languages that have both models", ""], (
+        "once"
+    )
+
+
+def test_trainings_with_their_least_loss_at_the_last_step_are_counted_by_limit() -> None:
+    def stopped(experiment: str, language: str | None, step: int, limit: int) -> Record:
+        best = {"loss": 1.0, "sw/loss": 1.0, "cy/loss": 1.0, "step": step}
+        languages = None if language is None else [language]
+        return trained(experiment, 0, {"sw": 1.0, "cy": 1.0}, languages=languages, least_loss=best, max_steps=limit)
+
+    records = [
+        stopped(MULTILINGUAL, None, 900, 1000),
+        stopped(BILINGUAL, "sw", 600, 600),
+        stopped(BILINGUAL, "cy", 500, 600),
+        stopped(BILINGUAL, "de", 600, 600),  # which the multilingual model has no loss of
+    ]
+    assert cells(figure3_limits(records)) == [
+        ["all languages", "bilingual", "600", "2", "1"],
+        ["all languages", "multilingual", "1,000", "1", "0"],
+    ]
 
 
 def test_of_two_trainings_alike_the_later_counts_with_its_scores() -> None:
@@ -187,7 +244,7 @@ def test_the_larger_half_of_the_languages_is_rich() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert figure3_models([], PAPER) == "Not run: python -m experiments.translation_parameters.\n"
-    for table in (figure3_low_resource, figure3_left_out, figure3_gain, figure3_languages, figure3_run):
+    for table in (figure3_low_resource, figure3_left_out, figure3_limits, figure3_gain, figure3_languages, figure3_run):
         assert table([]).startswith("Not run: python -m experiments.multilingual")
 
 
