@@ -22,6 +22,7 @@ from reproductions.table4_imagenet_and_transfer.model_size import (
 from reproductions.table4_imagenet_and_transfer.transfers import (
     transfer_arms,
     transfer_cells,
+    transfer_checkpoints,
     transfer_claims,
     transfer_steps,
     transfers,
@@ -347,6 +348,7 @@ TABLES = (
     table4,
     table4_other_settings,
     transfer_steps,
+    transfer_checkpoints,
     transfer_laptop_run,
     table4_commands,
     short_runs,

@@ -8,7 +8,7 @@ from typing import Self
 
 from gpipe.records import Record
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
-from reproductions.commands import Cell
+from reproductions.commands import Cell, checkpoint_run
 from reproductions.design import Arm, count_images
 from reproductions.table import markdown, not_run
 from reproductions.table4_imagenet_and_transfer.model_size import learning_rate, validation_top1
@@ -117,6 +117,32 @@ def transfer_steps(records: Sequence[Record]) -> str:
     return markdown([*header, "converged, or pre-training helps"], rows)
 
 
+def transfer_checkpoints(records: Sequence[Record]) -> str:
+    """Return what each seed gains in test images, and which pre-training each fine-tuned run began with, by rate.
+
+    All seeds have the same test images. Their interval does not draw these, nor the pre-trainings.
+    """
+    compared = {images: starts for images, starts in read_starts(records).items() if len(starts) == len(STARTS)}
+    tuned = {images: starts[STARTS[1]] for images, starts in compared.items()}
+    names = sorted({checkpoint_run(run) for start in tuned.values() for run in (*start.runs.values(), *start.searched)})
+    marks = {name: f"P{number}" for number, name in enumerate(names, start=1)}
+    rows = []
+    for images, starts in compared.items():
+        num_images = count_images([run for start in starts.values() for run in start.runs.values()])
+        gains = list_gains(starts, images.steps)
+        by_rate = (
+            f"{rate:g}: {' '.join(marks[checkpoint_run(run)] for _, run in sorted(runs.items()))}"
+            for rate, runs in tuned[images].by_rate.items()
+        )
+        in_images = ", ".join(f"{round(gain * num_images):+}" for gain in gains.values())
+        rows.append([*_name(images), in_images, f"{num_images:,}", f"{tuned[images].rate:g}", "; ".join(by_rate)])
+    if not rows:
+        return not_run(f"train.py -m +experiment={WHOLE}")
+    header = ["data set", "images", "steps", "gain of each seed, in test images", "of how many", "rate compared"]
+    known = markdown(["pre-training", "folder of the run"], [[mark, name] for name, mark in marks.items()])
+    return "\n".join((markdown([*header, "pre-training of each seed, by learning rate"], rows), known))
+
+
 def read_starts(records: Sequence[Record]) -> dict[Images, dict[str, Start]]:
     """Return the ways of starting, for each set and number of images. Of two equal runs the later one counts."""
     runs: dict[Images, dict[str, dict[float, dict[int, Record]]]] = {}
@@ -142,10 +168,13 @@ def transfers(records: Sequence[Record]) -> list[Record]:
 
 def find_gain(starts: Mapping[str, Start], step: int) -> Interval | None:
     """Return how much more accurate fine-tuned models are after so many steps, seed by seed; None without pairs."""
-    if len(starts) < len(STARTS):
-        return None
+    return None if len(starts) < len(STARTS) else over_seeds(list(list_gains(starts, step).values()))
+
+
+def list_gains(starts: Mapping[str, Start], step: int) -> dict[int, float]:
+    """Return how much more accurate the fine-tuned model of each seed is after so many steps."""
     scratch, tuned = (starts[name].top1(step) for name in STARTS)
-    return over_seeds([tuned[seed] - scratch[seed] for seed in sorted(scratch.keys() & tuned.keys())])
+    return {seed: tuned[seed] - scratch[seed] for seed in sorted(scratch.keys() & tuned.keys())}
 
 
 def transfer_claims(records: Sequence[Record]) -> list[Claim]:
@@ -195,7 +224,7 @@ def _claim_help(what: str, gains: Mapping[str, Interval | None]) -> Claim:
     points = sorted(100 * gain.mean for gain in gains.values() if gain is not None)
     ends = dict.fromkeys(f"{value:+z.1f}" for value in (*points[:1], *points[-1:]))  # one, if they are alike
     return Claim(
-        f"pre-training helps {what}, at laptop scale",
+        f"pre-training helps {what}, at laptop scale; seeds are drawn, but neither test images nor pre-trainings",
         "not compared",
         f"{' to '.join(ends)} points of top-1" if points else NOT_RUN,
         verdict=format_verdicts(gains.items(), ".1%"),

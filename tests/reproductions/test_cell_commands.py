@@ -62,6 +62,16 @@ def test_what_changes_no_result_is_left_out_and_a_folder_is_to_be_filled_in() ->
     assert cell_command(run) == "python train.py 'data.languages=[sw]' seed=2 data.root=/path/to/text"
 
 
+def test_a_training_names_the_run_whose_checkpoint_it_began_with_where_any_has_one() -> None:
+    run, tuned = (trained("transfer_few_laptop", seed, {}) for seed in (0, 1))
+    tuned.config["init_from"] = "runs/amoebanet_imagenet_laptop/2026-11-25_05-21-41"
+    run.config["init_from"] = None
+    table = commands_table([Cell("digits", run, {}), Cell("digits", tuned, {})])
+    assert table.splitlines()[0] == "| training | seed | command | started from the run in |"
+    assert cells(table) == [["digits", "0", "`c`", ""], ["digits", "1", "`c`", "2026-11-25_05-21-41"]]
+    assert "started" not in commands_table([Cell("digits", run, {})])
+
+
 def test_each_training_is_followed_by_what_scores_its_translations() -> None:
     runs = [trained("bilingual_laptop", seed, {}, languages=["sw"]) for seed in (1, 0)]
     scores = {1: scored(runs[0], {"sw": 1.0}, {"sw": 1}, beam=1)}

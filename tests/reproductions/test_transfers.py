@@ -13,6 +13,7 @@ from reproductions.table4_imagenet_and_transfer.transfers import (
     read_starts,
     transfer_arms,
     transfer_cells,
+    transfer_checkpoints,
     transfer_claims,
     transfer_steps,
 )
@@ -118,6 +119,21 @@ def test_the_claim_compares_the_seeds_that_both_starts_have() -> None:
     )
     only_scratch = [one for one in both_starts(50, 0.125) if one.config["init_from"] is None]
     assert len(cells(transfer_steps(only_scratch))) == 1 and transfer_claims(only_scratch)[1].measured == "not run"
+
+
+def test_each_seed_has_its_gain_in_test_images_and_the_pre_training_that_it_began_with() -> None:
+    scratch = [run(50, seed, 0.5, None, 0.75, (0.5,) * 3 + (right / 40,)) for seed, right in ((0, 21), (1, 19))]
+    tuned = [
+        run(50, seed, rate, f"runs/photographs/{folder}", valid, (0.5,) * 3 + (right / 40,))
+        for seed, rate, folder, valid, right in (
+            (0, 0.25, "2026-11-02", 0.25, 3), (1, 0.25, "2026-11-01", 0.25, 3),
+            (0, 0.5, "2026-11-01", 0.75, 18), (1, 0.5, "2026-11-01", 0.75, 23),
+        )
+    ]  # fmt: skip
+    ours, folders = map(cells, transfer_checkpoints([*scratch, *tuned]).split("\n\n"))
+    assert ours == [["digits", "50", "400", "-3, +4", "40", "0.5", "0.25: P2 P1; 0.5: P1 P1"]]
+    assert folders == [["P1", "2026-11-01"], ["P2", "2026-11-02"]]
+    assert transfer_checkpoints(scratch) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
 
 
 def test_all_trainings_are_told_those_of_other_rates_too() -> None:
