@@ -72,7 +72,8 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             losses = [spread([_loss(experiment, one) for one in seeds.values()], ".2f") for seeds in small.values()]
             rows.append(
                 Claim(
-                    f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)",
+                    f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)"
+                    + _describe_rates(records, experiment, small),
                     f"{paper[0]['nll']} to {paper[-1]['nll']}",
                     " to ".join(losses) or NOT_RUN,
                     verdict=format_verdicts(found, ".2f"),
@@ -129,14 +130,15 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
         smaller: dict[int, Trained] = {}
         for size, seeds in sizes.items():
             runs = list(seeds.values())
-            steps = {one.run.results["num_steps"] for one in runs}
+            steps = sorted({one.run.results["num_steps"] for one in runs})
             interval = _gain(experiment, smaller, seeds)
             rows.append(
                 [
                     setting,
                     f"{size:,}",
                     ", ".join(sorted({str(one.run.config["pipeline"]["num_microbatches"]) for one in runs})),
-                    ", ".join(f"{number:,}" for number in sorted(steps)),
+                    ", ".join(f"{number:,}" for number in steps),
+                    ", ".join(f"{number * size:,}" for number in steps),
                     str(len(runs)),
                     spread([_loss(experiment, one) for one in runs], ".3f"),
                     spread(_gains(experiment, smaller, seeds), ".3f", "+"),
@@ -148,7 +150,7 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
             smaller = seeds
     if not rows:
         return not_run(_COMMAND.format(experiment))
-    header = ["model, data", "tokens per mini-batch", "M", "steps", "runs", "NLL, nats per token"]
+    header = ["model, data", "tokens per mini-batch", "M", "steps", "steps x tokens", "runs", "NLL, nats per token"]
     found = beams(one for sizes in small_runs(records, experiment).values() for one in _all(sizes))
     scores = (
         ", ".join(["BLEU", *map(describe_search, found[:1])]),
@@ -219,6 +221,16 @@ def _gains(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int,
 
 def _gain(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> Interval | None:
     return over_seeds(_gains(experiment, smaller, larger))
+
+
+def _describe_rates(records: Sequence[Record], experiment: str, sizes: Mapping[int, Mapping[int, Trained]]) -> str:
+    """Say that all mini-batches have one learning rate that nothing chose, where it is so, and for how many steps."""
+    found = [one for seeds in sizes.values() for one in seeds.values()]
+    if len(sizes) < 2 or len({one.recipe.learning_rate for one in found}) > 1 or searches(records, experiment):
+        return ""
+    steps = [one.run.results["num_steps"] for one in found]
+    extent = " to ".join(f"{number:,}" for number in sorted({min(steps), max(steps)}))
+    return f"; one learning rate for all, not tuned, {extent} steps"
 
 
 def _size(one: Trained) -> int:

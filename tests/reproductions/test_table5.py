@@ -38,13 +38,13 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
         for seed, loss in enumerate(losses)
     ]
     rows = cells(table5_laptop([*records, scored(records[0], {"sw": 20.0, "de": 40.0}, {"sw": 1, "de": 2})]))
-    assert [row[1:5] for row in rows] == [[size, m, "400", "2"] for size, m in zip(
-        ("1,024", "4,096", "16,384"), ("1", "4", "16"), strict=True
+    assert [row[1:6] for row in rows] == [[size, m, "400", read, "2"] for size, m, read in zip(
+        ("1,024", "4,096", "16,384"), ("1", "4", "16"), ("409,600", "1,638,400", "6,553,600"), strict=True
     )]  # fmt: skip
-    assert [row[5] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
-    assert [row[6] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
+    assert [row[6] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
+    assert [row[7] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
     assert [row[-1].partition(" [")[0] for row in rows] == ["", *["no difference found"] * 2]
-    assert rows[1][7:9] == ["15.00", "30.00"]
+    assert rows[1][8:10] == ["15.00", "30.00"]
 
 
 def test_with_the_examples_fixed_the_least_loss_counts_beside_the_last_one_with_the_steps_fixed() -> None:
@@ -55,15 +55,30 @@ def test_with_the_examples_fixed_the_least_loss_counts_beside_the_last_one_with_
         for seed in range(2)
     ]
     steps, examples = (cells(table(records))[:2] for table in (table5_laptop, table5_examples))
-    assert [row[5] for row in steps] == ["3.000 ± 0.000", "2.500 ± 0.000"] and steps[1][-1].startswith(
+    assert [row[6] for row in steps] == ["3.000 ± 0.000", "2.500 ± 0.000"] and steps[1][-1].startswith(
         "reproduced [+0.5"
     )
-    assert [row[5] for row in examples] == ["2.000 ± 0.000", "2.250 ± 0.000"]
+    assert [row[6] for row in examples] == ["2.000 ± 0.000", "2.250 ± 0.000"]
     assert examples[1][-1].startswith("contradicted [-0.25")
     _, fixed_steps, fixed_examples = claims(records, PAPER)
     assert "steps fixed" in fixed_steps.text and fixed_steps.verdict.startswith("1,024 to 4,096: reproduced")
     assert "examples fixed" in fixed_examples.text and "contradicted" in fixed_examples.verdict
     assert [claim.verdict for claim in claims([], PAPER)] == ["not run"] * 3
+
+
+def test_a_claim_says_that_one_rate_was_not_tuned_and_for_how_many_steps() -> None:
+    records = [
+        trained(EXAMPLES, seed, {}, loss=2.0, batch_size=size, num_steps=steps)
+        for size, steps in ((1024, 600), (4096, 150), (16384, 37))
+        for seed in range(2)
+    ]
+    said = "; one learning rate for all, not tuned, 37 to 600 steps"
+    assert [row[4] for row in cells(table5_examples(records))[:3]] == ["614,400", "614,400", "606,208"]
+    assert claims(records, PAPER)[2].text.endswith(f"(Table 5){said}")
+    searched = [*records, trained(EXAMPLES, 0, {}, loss=3.0, batch_size=1024, rate=0.25)]
+    other_rate = [*records, trained(EXAMPLES, 0, {}, loss=3.0, batch_size=256, rate=0.25)]
+    for tuned in (searched, other_rate, []):
+        assert claims(tuned, PAPER)[2].text.endswith("(Table 5)")
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
