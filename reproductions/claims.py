@@ -1,14 +1,17 @@
 """The claims of the paper, one line each: its number beside what we measured, simulated and planned."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reproductions.table import markdown
-from reproductions.verdict import ONE_SEED, Interval
+from reproductions.verdict import CONFIDENCE, ONE_SEED, Interval
 
 NOT_RUN = "not run"
 NO_TEST = "no test: the paper gives no number"
 COUNTED = "no test: bytes are counted, and have no interval"
+
+_INTERVAL = re.compile(r"\[[+-][\d.]+%?, [+-][\d.]+%?\]")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,20 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
         for claim in claims
     ]
     return markdown(["claim", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
+
+
+def count_intervals(claims: Iterable[Claim]) -> int:
+    """Return how many intervals the verdicts of some claims state."""
+    return sum(len(_INTERVAL.findall(claim.verdict)) for claim in claims)
+
+
+def describe_chance(claims: Iterable[Claim]) -> str:
+    """Say how many intervals of some claims are expected to exclude zero by chance."""
+    number = count_intervals(claims)
+    return (
+        f"One time in twenty is for each interval by itself. The table of claims has {number} intervals: if there were "
+        f"no effect anywhere, up to {number * (1 - CONFIDENCE):.1f} of them would be expected to exclude zero.\n"
+    )
 
 
 def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str | Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from gpipe.records import (
 )
 from reproductions import FOLDER, PAPER_FILE, ROOT, RUNS_FILE, faults
 from reproductions.bubble import tables as bubble
-from reproductions.claims import Claim, claims_table
+from reproductions.claims import Claim, claims_table, describe_chance
 from reproductions.deviations import deviations_table
 from reproductions.figure3_multilingual import tables as figure3
 from reproductions.table import Table, make_table
@@ -118,10 +118,12 @@ def _make_table(
             return claims_table([(folder, claimed.get(folder, []))])
         links = os.path.relpath(root / FOLDER, page.parent)
         return claims_table(claimed.items(), links="" if links == "." else f"{links}/")
+    if name == "chance":
+        return describe_chance(claim for claims in claimed.values() for claim in claims)
     if name == "deviations":
         return deviations_table(root, folder)
     if name not in TABLES:
-        known = ", ".join((*TABLES, "claims", "deviations"))
+        known = ", ".join((*TABLES, "claims", "chance", "deviations"))
         raise ValueError(f"{page} asks for the table {name!r}; there are {known}.")
     claim, table = TABLES[name]
     return make_table(table, records, read_paper(root / FOLDER / claim))

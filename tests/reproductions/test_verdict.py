@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reproductions.claims import format_verdicts
+from reproductions.claims import Claim, count_intervals, describe_chance, format_verdicts
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
 
 
@@ -100,3 +100,15 @@ def test_runs_that_differ_widen_the_interval_of_an_accuracy() -> None:
 )
 def test_what_has_one_seed_is_only_counted(intervals: dict[str, Interval | None], said: str) -> None:
     assert format_verdicts(intervals.items(), ".1f") == said
+
+
+@pytest.mark.parametrize("form", [".0f", ".3f", ".2%"])
+def test_the_intervals_of_the_claims_are_counted_with_the_verdicts_that_chance_may_give(form: str) -> None:
+    verdicts = [
+        format_verdicts([(name, Interval(0.2, low, 0.3)) for name in names], form)
+        for names, low in (("abc", 0.1), ("d", -0.1), ("", 0.0))
+    ]
+    claims = [Claim("a claim", "1", verdict=verdict) for verdict in (*verdicts, "one seed has no interval", "K [1, 2]")]
+    assert count_intervals(claims) == 4
+    said = describe_chance(claims)
+    assert "has 4 intervals" in said and "up to 0.2 of them would be expected to exclude zero" in said
