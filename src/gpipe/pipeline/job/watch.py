@@ -450,8 +450,8 @@ class Watch:
 
 def _find_namespace() -> str | None:
     """Return where a process id names one process: on a host, or in a container of it; None where that is unknown."""
-    link = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {link.readlink()}" if link.is_symlink() else None
+    link, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")  # two hosts may have one name
+    return f"{boot.read_text().strip()} {link.readlink()}" if link.is_symlink() and boot.is_file() else None
 
 
 def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
