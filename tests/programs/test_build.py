@@ -30,6 +30,29 @@ def test_the_model_is_described_without_memory() -> None:
     assert all(parameter.is_meta for parameter in layers.parameters())
 
 
+FINE_TUNED = ("seed=3", "init_from=elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("model", "softmax"),
+    [(SMALL, "fully_connected.weight"), ((*SMALL[1:], "model=timm", "model.name=test_resnet"), "fc.weight")],
+    ids=["ours", "timm"],
+)
+def test_a_softmax_layer_drawn_anew_is_not_the_one_that_a_run_with_the_same_seed_began_with(
+    model: tuple[str, ...], softmax: str
+) -> None:
+    drawn = []
+    for words in (["seed=3"], FINE_TUNED, [*FINE_TUNED, "pipeline.num_stages=2"]):
+        run = to_run(compose("train", overrides=[*model, *words]))
+        layers = build_layers(run)
+        pipeline = build_pipeline(run, layers, share_layout(run, layers, ALONE), ALONE)
+        drawn += [value for name, value in pipeline.layers.state_dict().items() if name.endswith(softmax)]
+        pipeline.close()
+    scratch, tuned, tuned_in_two_stages = drawn
+    assert not (tuned == scratch).any()
+    assert torch.equal(tuned, tuned_in_two_stages), "the draw does not depend on the number of stages"
+
+
 def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
     overrides = ["optimizer=rmsprop", "schedule.name=constant", "schedule.warm_up_epochs=0"]
     trainer = trainer_of(tmp_path, *overrides, "trainer.batch_size=20")

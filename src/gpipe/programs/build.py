@@ -77,7 +77,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
             place_stages(run.pipeline.schedule.value, run.pipeline.num_stages, run.pipeline.stages_per_device)
         ),
         mesh=place.mesh,
-        seed=run.seed,
+        seed=workload.model_seed,
         loss_weight=workload.loss_weight,
         prepare_inputs=workload.prepare_inputs,
         timeout_seconds=run.pipeline.timeout_seconds,

@@ -131,7 +131,7 @@ class TransformersModelling(TracedModel, LanguageModelling):
 
     @property
     def _key(self) -> str:
-        return repr((self.model, self.vocabulary_size, self.data.sequence_length, self.run.seed))
+        return repr((self.model, self.vocabulary_size, self.data.sequence_length, self.model_seed))
 
     @cached_property
     def _config(self) -> object:
@@ -142,7 +142,7 @@ class TransformersModelling(TracedModel, LanguageModelling):
         """Make the model."""
         try:
             check_transformers_type(self.model.name)
-            return make_transformers_model(self._config, self.data.sequence_length, self.run.seed)
+            return make_transformers_model(self._config, self.data.sequence_length, self.model_seed)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

@@ -19,7 +19,7 @@ class TimmClassification(TracedModel, ImageClassification):
 
     @property
     def _key(self) -> str:
-        return repr((self.model, self.num_classes, self.data.channels, self.image_size, self.run.seed))
+        return repr((self.model, self.num_classes, self.data.channels, self.image_size, self.model_seed))
 
     def _make(self, *, may_fetch: bool) -> nn.Module:
         """Make the model."""
@@ -31,7 +31,7 @@ class TimmClassification(TracedModel, ImageClassification):
                 image_size=self.image_size,
                 pretrained=self.model.pretrained and may_fetch,
                 arguments=self.model.arguments,
-                seed=self.run.seed,
+                seed=self.model_seed,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None

@@ -12,8 +12,11 @@ from gpipe.config import RunConfig
 from gpipe.models import softmax_names
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.pipeline.randomness import derive_seed
 from gpipe.training.evaluation import EvaluationMetrics, Metrics
 from gpipe.training.loader import Loader
+
+_FINE_TUNING = 0xF17E  # keeps the seeds of a model that begins with other weights apart from those of a new model
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class Workload(ABC):
     examples: ClassVar[str]
     has_batch_norm: ClassVar[bool] = False
     varies_in_length: ClassVar[bool] = False
+
+    @property
+    def model_seed(self) -> int:
+        """The seed of the model's initial weights and masks.
+
+        The run that `init_from` names may have the same seed. Its features were trained with the softmax layer that
+        this seed drew, so a softmax layer that replaces it is drawn from another seed.
+        """
+        return self.run.seed if self.run.init_from is None else derive_seed(_FINE_TUNING, self.run.seed)
 
     @property
     def final_drop_path(self) -> float | None:
