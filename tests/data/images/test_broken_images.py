@@ -97,6 +97,27 @@ def test_a_grey_image_of_16_bits_has_its_upper_8(tmp_path: Path, name: str) -> N
     assert np.array_equal(np.asarray(image), np.repeat((pixels >> 8)[..., None], 3, axis=2))
 
 
+def tiff(pixels: np.ndarray, bits: int, *, white_is_zero: bool) -> bytes:
+    """A grey TIFF of 12 or 16 bits, whose rows have an even number of pixels."""
+    packed = pixels.astype("<u2").tobytes()
+    if bits == 12:  # two pixels in three bytes
+        packed = b"".join((int(a) << 12 | int(b)).to_bytes(3) for a, b in pixels.reshape(-1, 2))
+    height, width = pixels.shape
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 0 if white_is_zero else 1, 273: 8, 277: 1, 278: height}
+    entries = [struct.pack("<2H2I", tag, 4, 1, value) for tag, value in (tags | {279: len(packed)}).items()]
+    directory = struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + directory
+
+
+@pytest.mark.parametrize(("bits", "white_is_zero"), [(12, False), (16, False), (16, True)])
+def test_a_grey_tiff_is_as_bright_as_its_header_says(tmp_path: Path, bits: int, white_is_zero: bool) -> None:
+    brightness = np.arange(256).reshape(16, 16)
+    pixels = (255 - brightness if white_is_zero else brightness) << (bits - 8)
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, bits, white_is_zero=white_is_zero))
+    image = ImageFiles(tmp_path, ["image.tif"], [0], ["a"]).image(0)
+    assert np.array_equal(np.asarray(image), np.repeat(brightness[..., None], 3, axis=2))
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_of_no_known_range_are_refused(tmp_path: Path, dtype: type) -> None:
     Image.fromarray(np.full((4, 4), 70_000, dtype)).save(tmp_path / "image.tif")

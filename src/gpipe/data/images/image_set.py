@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 SPLITS = ("train", "test")
 # Photographs only: PIL starts Ghostscript for any file that begins like PostScript.
@@ -139,12 +140,15 @@ def _open(path: Path) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Return an image with 8 bits per channel.
 
-    16-bit grey keeps its upper 8 bits, like PIL's 16-bit colours. PIL would clip it at 255, which is white.
+    Grey with 12 or 16 bits keeps its upper 8 bits, like PIL's 16-bit colours. PIL would clip it at 255, which is white.
     """
     is_integer = image.mode == "I"  # PIL's mode for the 16 bits of PGM and, in older versions, of PNG
     if image.mode.startswith("I;16") or (is_integer and image.format in ("PNG", "PPM")):
+        tags = getattr(image, "tag_v2", {})  # of a TIFF, which alone may have 12 bits, or 0 for white
+        bits, is_inverted = tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
         image.load()  # numpy would hide the error of a truncated file
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        grey = (np.asarray(image) >> (bits - 8)).astype(np.uint8)
+        return Image.fromarray(255 - grey if is_inverted else grey).convert("RGB")
     if is_integer or image.mode == "F":
         raise ValueError(f"its pixels are numbers of mode {image.mode}, expected 8 or 16 bits per channel")
     return image.convert("RGB")
