@@ -17,6 +17,7 @@ from gpipe.config import Device, register_schemas, to_run
 from gpipe.config.literally import take_literally
 from gpipe.config.translate import LITERAL, register_schema, to_settings
 from gpipe.data import Tokenizer, open_corpus
+from gpipe.data.text.tokenizer import END
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.programs import bleu
 from gpipe.programs.train import launch_training
@@ -299,6 +300,16 @@ def test_a_test_set_is_scored_a_language_and_a_group(
     assert bleu.score_languages(texts, counts)["languages"] == rows
     table = capsys.readouterr().out
     assert all(f"│ {language} " in table for language in rows) and "BLEU: nrefs:1|case:mixed" in table
+
+
+def test_a_translation_may_be_as_long_as_the_sentences_that_the_model_was_trained_on(run: Path) -> None:
+    """A model that never ends a sentence shows the limit."""
+    assert bleu.choose_search(40)["max_length"] == 256
+    model = open_trained(str(run), torch.device("cpu"))
+    model.layers[-1].register_forward_hook(lambda layer, inputs, logits: logits.index_fill(-1, torch.tensor(END), -1e9))
+    search = BeamSearch(model.layers, 1, **bleu.choose_search(400))
+    (found,) = search.translate([[5] * 200])
+    assert len(found.tokens) == 400
 
 
 def test_a_language_that_the_model_does_not_know_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

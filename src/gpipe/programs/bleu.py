@@ -36,13 +36,18 @@ from gpipe.programs.translate import find_device, translate_lines
 from gpipe.records import Record, append_record, make_record, without_places
 
 EXPERIMENT = "bleu"
-SEARCH: dict[str, Any] = {
-    "length_penalty": 1.0,
-    "max_length_a": 2.0,
-    "max_length_b": 16,
-    "max_length": 256,
-}  # see BeamSearch
+_MAX_LENGTH = 256  # of a translation, or as long as the sentences that the model was trained on
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
+
+
+def choose_search(max_tokens: int) -> dict[str, Any]:
+    """Return the settings of `BeamSearch` for a model that was trained on sentences of at most `max_tokens`."""
+    return {
+        "length_penalty": 1.0,
+        "max_length_a": 2.0,
+        "max_length_b": 16,
+        "max_length": max(_MAX_LENGTH, max_tokens),
+    }
 
 
 def translate_split(
@@ -117,10 +122,11 @@ def score_model(model: TrainedModel, options: argparse.Namespace) -> dict[str, A
     corpus = corpus_of(split=options.split, languages=asked or data.languages)
     for warning in corpus.warnings():
         print(f"warning: {options.split}: {warning}", file=sys.stderr)
-    search, start = BeamSearch(model.layers, options.beam, **SEARCH), time.perf_counter()
+    chosen = choose_search(data.max_tokens)
+    search, start = BeamSearch(model.layers, options.beam, **chosen), time.perf_counter()
     texts = translate_split(model, search, corpus, options.limit)
     seconds = time.perf_counter() - start
-    searched = {"split": options.split, "num_beams": options.beam, "limit": options.limit, **SEARCH}
+    searched = {"split": options.split, "num_beams": options.beam, "limit": options.limit, **chosen}
     return {"step": model.step, "seconds": seconds, **searched, **score_languages(texts, num_pairs)}
 
 
