@@ -115,6 +115,13 @@ def test_bad_input_is_one_sentence(
     assert message.startswith(said.format(**places)) and "\n" not in message.strip()
 
 
+def test_images_in_hidden_folders_are_left_out(images: Path, predict: Predict) -> None:
+    shown = predict(f"images={images}")
+    for name in (".thumbnails", "@eaDir"):
+        shutil.copytree(images / "a, b", images / name / "small")
+    assert predict(f"images={images}") == shown
+
+
 def test_the_program_prints_a_line_per_image(run: Path, images: Path) -> None:
     done = run_program(ROOT / "predict.py", f"checkpoint={run}", f"images={images / 'a, b'}", "top=2", warn="error")
     assert done.returncode == 0, done.stderr

@@ -180,6 +180,16 @@ def test_gifs_count_and_files_that_are_left_out_are_named(own_root: Path) -> Non
         ]
 
 
+@pytest.mark.parametrize("hidden", [".thumbnails", "@eaDir"])
+def test_thumbnails_in_hidden_folders_are_no_images(own_root: Path, hidden: str) -> None:
+    shutil.copytree(own_root / "dogs", own_root / hidden)
+    for name in ("cats", "dogs"):
+        shutil.copytree(own_root / name, own_root / name / hidden / "small")
+    splits = [open_own_folders(own_root, split, 0.3) for split in ("train", "test")]
+    assert [images.class_names for images in splits] == [["cats", "dogs"]] * 2
+    assert sum(map(len, splits)) == 10 + 3
+
+
 def test_one_image_of_a_class_cannot_be_shared_out(own_root: Path) -> None:
     for number in (1, 2):
         (own_root / "dogs" / f"{number}.png").unlink()

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
-from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_image
+from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_hidden, is_image
 from gpipe.data.location import find_training_folder
 
 _FOLDERS = {"train": "train", "test": "val"}
@@ -16,8 +16,13 @@ _FOLDERS = {"train": "train", "test": "val"}
 
 def count_class_folders(root: Path) -> int:
     """Return the number of folders in root/train, or in root where there is none."""
-    with os.scandir(find_training_folder(root)) as entries:
-        return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
+    return len(_list_classes(find_training_folder(root)))
+
+
+def _list_classes(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder that are not hidden, sorted."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
 
 
 def check_own_folders(root: Path, share: float | None) -> None:
@@ -66,16 +71,13 @@ def _is_utf8(name: str) -> bool:
 
 def _find_classes(root: Path) -> list[str]:
     """Return the names of the folders of root/train, which are those of root/val."""
-    names, val_names = [
-        {entry.name for entry in os.scandir(root / name) if entry.is_dir() and not entry.name.startswith(".")}
-        for name in ("train", "val")
-    ]
-    if different := sorted(val_names.symmetric_difference(names)):
+    names, val_names = (_list_classes(root / name) for name in ("train", "val"))
+    if different := sorted(set(val_names).symmetric_difference(names)):
         raise ValueError(
             f"{root / 'train'} has {len(names)} class folders and {root / 'val'} has {len(val_names)}, "
             f"different in {different[0]!r}; sort the val images into folders with the names of the training classes"
         )
-    return sorted(names)
+    return names
 
 
 def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
@@ -93,7 +95,7 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     if share is None:
         return open_class_folders(root, split)
     folder = find_training_folder(root)
-    class_names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    class_names = _list_classes(folder)
     names, labels, left_out = _list_images(folder, class_names)
     kept = [
         (images[position], label)
@@ -151,7 +153,7 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
             (f"{place}/{file}", is_image(file))
             for place, files in sorted(_walk(folder, class_name, visited))
             for file in sorted(files)
-            if not file.startswith(".")
+            if not is_hidden(file)
         ]
         found = [path for path, counts in files if counts]
         if not found:
@@ -166,8 +168,12 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
 
 
 def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder of a class, relative to `folder`, with its files; `visited` maps true paths to folders."""
-    for place, _, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
+    """Yield each folder of a class, relative to `folder`, with its files; `visited` maps true paths to folders.
+
+    A hidden folder has copies of images, which would stand in both splits.
+    """
+    for place, folders, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
+        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk goes into those that stay
         true_path = os.path.realpath(place)
         if true_path in visited:
             raise ValueError(

@@ -154,9 +154,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether people do not see a file or folder of this name, such as macOS and NAS leave beside images."""
+    return name.startswith(".") or name == "@eaDir"  # where a Synology NAS keeps thumbnails
+
+
 def is_image(name: str) -> bool:
-    """Return whether a file of this name counts as an image; hidden ones, such as macOS leaves beside each, do not."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+    """Return whether a file of this name counts as an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not is_hidden(name)
 
 
 def check_name(name: str, folder: Path, entry: str) -> None:
