@@ -1,5 +1,6 @@
 """Evaluation over uneven batches and over replicas equals, to the last bit, that of one process on all examples."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.evaluation import EvaluationMetrics, MultiLabelMetrics, TokenMetrics, evaluate
+from gpipe.training.evaluation import EvaluationMetrics, MultiLabelMetrics, TokenMetrics, choose_batches, evaluate
 from gpipe.training.losses import MultiLabelLoss
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
@@ -51,6 +52,7 @@ class Sentences:
 
 def evaluate_all(pipeline: Pipeline, sentences: Pipeline) -> Figures:
     found = {name: evaluate(pipeline, RandomImages(num, 4, shuffle=False)) for name, num in NUM_IMAGES.items()}
+    found["some"] = evaluate(pipeline, RandomImages(50, 4, shuffle=False), max_batches=5)
     return {**found, "sentences": evaluate(sentences, Sentences(), metrics=TokenMetrics(["de", "fr"]))}
 
 
@@ -78,7 +80,7 @@ def sentence_layers() -> nn.Sequential:
 def test_replicas_and_stages_change_no_bit(processes: ProcessPool, num_replicas: int, num_stages: int) -> None:
     alone = [Pipeline(layers, F.cross_entropy, [len(layers)], 2) for layers in (small_layers(), sentence_layers())]
     expected = evaluate_all(alone[0], alone[1])
-    assert len({str(figures) for figures in expected.values()}) == 4
+    assert len({str(figures) for figures in expected.values()}) == 5
     for found in processes.run(num_replicas * num_stages, in_process, num_replicas):
         assert found == expected
 
@@ -95,12 +97,22 @@ def test_the_batches_are_measured_once_each(num_images: int, batch_size: int) ->
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-@given(max_batches=st.integers(1, 9))
-def test_a_limit_leaves_the_first_batches(max_batches: int) -> None:
+@given(num_batches=st.integers(1, 60), max_batches=st.integers(1, 70))
+def test_a_limit_chooses_mini_batches_at_equal_distances_from_end_to_end(num_batches: int, max_batches: int) -> None:
+    chosen = list(choose_batches(num_batches, max_batches))
+    to_first, *distances, to_end = np.diff([-1, *chosen, num_batches])
+    assert 1 <= len(chosen) <= max_batches and len(set(distances)) <= 1
+    assert max(to_first, *distances, to_end) <= math.ceil(num_batches / max_batches)
+    assert list(choose_batches(num_batches, None)) == list(range(num_batches))
+
+
+@pytest.mark.parametrize(("max_batches", "chosen"), [(1, [2]), (2, [0, 3]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4])])
+def test_a_limit_leaves_the_chosen_mini_batches(max_batches: int, chosen: list[int]) -> None:
     pipeline, loader = Pipeline(small_layers(), F.cross_entropy, [NUM_LAYERS], 2), RandomImages(18, 4, shuffle=False)
-    first = RandomImages(min(18, 4 * max_batches), 4, shuffle=False)
-    first.images, first.labels = loader.images[: 4 * max_batches], loader.labels[: 4 * max_batches]
-    assert evaluate(pipeline, loader, max_batches=max_batches) == evaluate(pipeline, first)
+    indices = np.concatenate([np.arange(18)[4 * number : 4 * number + 4] for number in chosen])
+    same = RandomImages(len(indices), 4, shuffle=False)
+    same.images, same.labels = loader.images[indices], loader.labels[indices]
+    assert evaluate(pipeline, loader, max_batches=max_batches) == evaluate(pipeline, same)
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -1,8 +1,8 @@
 """Evaluate a pipeline on a whole data set: loss and accuracies, exact for batches of uneven sizes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -173,7 +173,7 @@ def evaluate_on_all(
         averages: of the layers. Where there are any they count.
         metrics: what is measured.
         raw: whether the figures of the layers themselves stand beside those of averages, as "raw_<figure>".
-        max_batches: of each set, the first that count; None: all.
+        max_batches: of each set, as in `evaluate`.
         autocast: makes the context of the forward passes.
         prepare: called before each model is evaluated, with its layers; None are the pipeline's own.
     """
@@ -197,32 +197,50 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the figures over a whole data set, bitwise the same on every process and for every number of replicas.
 
-    Every process calls it. Replica r of R takes the mini-batches r, r + R, ...; their sums are added in the order of
-    the mini-batches, as if one replica had taken them all.
+    Every process calls it. Replica r of R takes every R-th of the mini-batches that count, from the r-th on; their sums
+    are added in the order of the mini-batches, as if one replica had taken them all.
 
     Args:
         pipeline: to evaluate.
         loader: the same on every process.
         layers: evaluated in place of the pipeline's own, such as their moving average.
         metrics: EvaluationMetrics by default.
-        max_batches: the first mini-batches that count; None: all.
+        max_batches: how many mini-batches count at most, which `choose_batches` chooses; None: all.
 
     Raises:
         ValueError: the loader has no mini-batches.
     """
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
-    num_batches = len(loader) if max_batches is None else min(max_batches, len(loader))
-    loader.start_batch, loader.stride = min(pipeline.job.replica_index, num_batches), pipeline.job.num_replicas
+    chosen = choose_batches(len(loader), max_batches)
+    own_numbers = chosen[pipeline.job.replica_index :: pipeline.job.num_replicas]
+    loader.start_batch, loader.stride = min(own_numbers.start, len(loader)), own_numbers.step
     sums: list[Tensor] = []
-    own_numbers = range(loader.start_batch, num_batches, loader.stride)
-    for inputs, targets in islice(iterate(loader, pipeline), len(own_numbers)):
+    for inputs, targets in iterate(loader, pipeline):
         parts = pipeline.measure(inputs, targets, metrics.measure, layers=layers)
         if parts is not None:
             sums.append(torch.stack(parts).sum(0))
     own = [one.tolist() for one in sums] if pipeline.is_last else None
     shares = [share for share in pipeline.job.gather_all(own) if share is not None]
-    rows = [shares[number % len(shares)][number // len(shares)] for number in range(num_batches)]
+    rows = [shares[number % len(shares)][number // len(shares)] for number in range(len(chosen))]
     if not rows:
         raise ValueError("the evaluation set gave 0 mini-batches: check its split.")
     return metrics.compute(torch.tensor(rows, dtype=torch.float64).sum(0))
+
+
+def choose_batches(num_batches: int, max_batches: int | None) -> range:
+    """Return the numbers of the mini-batches that count: as many as there may be at equal distances over the whole set.
+
+    A set is in the order of its classes, or of the lengths of its sentences, so its first mini-batches are unlike it.
+
+        0 1 2 3 4 5 6 7 8 9     max_batches
+        x       x       x       3
+        x     x     x     x     4
+
+    Args:
+        num_batches: of the set.
+        max_batches: the most that count; None: all.
+    """
+    distance = 1 if max_batches is None else max(1, math.ceil(num_batches / max_batches))
+    first = (num_batches - 1) % distance // 2  # as much is left out before the first one as after the last one
+    return range(first, num_batches, distance)
