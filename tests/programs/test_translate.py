@@ -173,8 +173,10 @@ def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.Cap
         (["text=Hallo", "beam=0"], "beam is 0, expected 1 or more: set beam=... accordingly."),
         (
             ["text=Hallo", "beam=5000"],
-            "num_beams is 5000, expected 1 to 3999, the vocabulary's size less 1: give another",
+            "beam is 5000, expected a number from 1 to 3999: set beam=... accordingly.",
         ),
+        (["text=Hallo", "length_penalty=1e6"], "length_penalty is 1000000.0, expected a number from 0 to 10: set"),
+        (["text=a\udcffb"], "text is 'a\\udcffb', which is not UTF-8: convert it to UTF-8."),
         (["text=Hallo", "batch_size=9"], "batch_size is 9, expected 40 or more: set batch_size=... accordingly."),
         (["text=Hallo", "+colour=red"], "colour is unknown, expected one of batch_size, beam, checkpoint, "),
     ],
@@ -300,6 +302,13 @@ def test_a_test_set_is_scored_a_language_and_a_group(
     assert bleu.score_languages(texts, counts)["languages"] == rows
     table = capsys.readouterr().out
     assert all(f"│ {language} " in table for language in rows) and "BLEU: nrefs:1|case:mixed" in table
+
+
+def test_a_number_of_hypotheses_that_there_are_not_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bleu.main([str(run), "--beam", "0"])
+    said = "error: --beam is 0, expected a number from 1 to 3999: set --beam=... accordingly.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_translation_may_be_as_long_as_the_sentences_that_the_model_was_trained_on(run: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from gpipe.config.checks import ConfigError, at_least, countable, require
+from gpipe.config.checks import ConfigError, at_least, countable, require, within
 from gpipe.config.gate import guard_composition
 from gpipe.config.pipeline import Device
 from gpipe.config.run import refuse_added_keys
@@ -58,7 +58,7 @@ class TranslateConfig:
             )
         require(self.text is None or self.text.strip() != "", "text", repr(self.text), "a sentence")
         at_least("beam", self.beam, 1)
-        at_least("length_penalty", self.length_penalty, 0)
+        within("length_penalty", self.length_penalty, 0, 10)  # a power, which a float must hold
         at_least("max_length", self.max_length, 2)
         at_least("max_length_a", self.max_length_a, 0)
         at_least("max_length_b", self.max_length_b, 1)

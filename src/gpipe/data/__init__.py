@@ -1,5 +1,6 @@
 """Images, tokens and parallel text: sets by name, and mini-batches that are a function of the seed."""
 
+from collections.abc import Sequence
 from importlib import import_module  # noqa: TID251 - of the names below
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,16 +59,21 @@ TOKENS = ("random_tokens", "text_folder")
 
 
 def check_data(
-    name: str, root: str | Path | None = None, num_classes: int | None = None, validation_share: float | None = None
+    name: str,
+    root: str | Path | None = None,
+    num_classes: int | None = None,
+    validation_share: float | None = None,
+    languages: Sequence[str] | None = None,
 ) -> None:
     """Look for a data set of any kind.
 
     Raises:
         DataMissing: it is missing.
-        ValueError: the name is unknown, the data are in no folder, or images are of another number of classes.
+        ValueError: the name is unknown, the data are in no folder, images are of another number of classes, or a corpus
+            lacks a language.
     """
     if name in CORPORA:
-        check_corpus(name, root)
+        check_corpus(name, root, languages)
     elif name == "random_tokens":  # a run generates these
         refuse_root(name, root)
     elif name == "text_folder":

@@ -27,7 +27,7 @@ def check_run_data(run: RunConfig) -> None:
     """
     data = run.data
     share = data.validation_share if isinstance(data, OwnImagesConfig | TextFolderConfig) else None
-    check_data(data.name, data.root, getattr(data, "num_classes", None), share)
+    check_data(data.name, data.root, getattr(data, "num_classes", None), share, getattr(data, "languages", None))
 
 
 def refuse_too_few_images(run: RunConfig) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from gpipe.config import ConfigError, Device
+from gpipe.config.checks import within
 from gpipe.config.translate import TranslateConfig
 from gpipe.data import Tokenizer
 from gpipe.data.text.tokenizer import clean_line
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.launch.errors import report_errors
-from gpipe.programs.trained import open_trained
+from gpipe.programs.trained import TrainedModel, open_trained
 
 _STANDARD_INPUT = "-"
 
@@ -27,6 +28,7 @@ def start(settings: TranslateConfig) -> None:
         lines = _read(settings)
         device = find_device(settings.device)
         model = open_trained(settings.checkpoint, device)
+        within("beam", settings.beam, 1, most_beams(model))
         tokens = _encode(model.tokenizer, lines, settings)
         search = BeamSearch(
             model.layers,
@@ -53,6 +55,11 @@ def translate_lines(search: BeamSearch, tokenizer: Tokenizer, tokens: Sequence[S
     return [clean_line(tokenizer.decode(next(found).tokens)) if line else "" for line in tokens]
 
 
+def most_beams(model: TrainedModel) -> int:
+    """Return how many hypotheses a search may follow."""
+    return model.data.vocabulary_size - 1
+
+
 def find_device(device: Device) -> torch.device:
     """Return the device that is meant.
 
@@ -68,6 +75,10 @@ def find_device(device: Device) -> torch.device:
 def _read(settings: TranslateConfig) -> list[str]:
     """Return the lines that are to be translated."""
     if settings.text is not None:
+        try:
+            settings.text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"text is {settings.text!a}, which is not UTF-8: convert it to UTF-8.") from None
         return [settings.text]
     name = _name(settings)
     assert settings.file is not None

@@ -52,6 +52,15 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
         "data.languages has 'xx', which the corpus parallel_text does not have: choose among de, fr",
         languages=["de", "xx"],
     )
+    refused(
+        root,
+        "data.languages has 'False', which the corpus parallel_text does not have: write 'no' in quotes, which YAML "
+        "takes for false, or choose among de, fr",
+        languages=["False"],  # what OmegaConf makes of it
+    )
+    check_data("parallel_text", root, languages=["de"])
+    with pytest.raises(ValueError, match=r"data\.languages has 'xx'"):
+        check_data("parallel_text", root, languages=["xx"])
     refused(root, "data.languages is empty: name some of de, fr, or null for all", languages=[])
     with pytest.raises(
         ValueError, match=r"'xx', which .* does not have: choose among af, ak, am, ar, ast, az, be, bg, ... \(102 in"
@@ -94,6 +103,18 @@ def test_long_lines_are_skipped_and_counted(root: Path) -> None:
     exactly = len(TOKENIZER.encode(long)) + 1
     assert open_text(root, max_tokens=exactly).warnings() == []
     assert len(open_text(root, max_tokens=exactly - 1)) == 2
+
+
+def test_a_language_of_which_nothing_is_left_is_told_with_its_own_reasons(root: Path) -> None:
+    write_parallel(root, "train", "de", [PAIRS[0], ("", "two")])
+    start = "nothing is left of the language fr in the split train of the corpus parallel_text"
+    write_parallel(root, "train", "fr", [("un " * 60, "one")])
+    long = " (1 pairs longer than 50 tokens (data.max_tokens) were skipped)"
+    remedy = "leave it out of data.languages, raise data.max_tokens, or give it data"
+    refused(root, f"{start}{long}: {remedy}", languages=["de", "fr"])
+    for side in ("fr", "en"):
+        (root / f"train.fr-en.{side}").write_text("")
+    refused(root, f"{start}: leave it out of data.languages, or give it data", languages=["de", "fr"])
 
 
 def test_files_of_unequal_length_are_refused(root: Path) -> None:

@@ -236,6 +236,10 @@ def test_waiting_is_counted(corpus: ParallelCorpus) -> None:
             {"batch_size": 21, "num_replicas": 2},
             "trainer.batch_size is 21 tokens, less than the longest sentence of 11 tokens x 2 replicas: choose",
         ),
+        (
+            {"batch_size": 10, "shuffle": False},
+            "trainer.evaluation.batch_size is 10 tokens, less than the longest sentence of 11 tokens: choose a larger",
+        ),
         ({"num_replicas": 4}, "3 pairs do not suffice for 4 replicas: choose fewer"),
         ({"temperature": 0.0}, "temperature 0.0 must be above 0: 1 draws by size, more draws more evenly"),
         ({"seed": -1}, "seed -1 must not be negative"),

@@ -1,6 +1,6 @@
 """The corpora of sentence pairs, one row per name: how to read a corpus, and what its files look like."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,14 @@ from gpipe.data.text.multilingual_text import (
     read_vlc_pairs,
 )
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
-from gpipe.data.text.parallel_text import TextEncoder, TextPair, list_languages, open_text, read_text_pairs
+from gpipe.data.text.parallel_text import (
+    TextEncoder,
+    TextPair,
+    count_long_pairs,
+    list_languages,
+    open_text,
+    read_text_pairs,
+)
 from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -82,14 +89,18 @@ CORPORA: dict[str, CorpusSource] = {
 }
 
 
-def check_corpus(name: str, root: str | Path | None = None) -> Path:
+def check_corpus(name: str, root: str | Path | None = None, languages: Sequence[str] | None = None) -> Path:
     """Find the folder of a corpus; read no data.
 
     Raises:
         DataMissing: the corpus is missing.
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or one of the languages is.
     """
-    return _find_row(name).find_root(name, root)
+    source = _find_row(name)
+    folder = source.find_root(name, root)
+    if languages is not None:
+        _choose(name, source.languages(folder), languages)
+    return folder
 
 
 def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
@@ -154,37 +165,44 @@ def open_corpus(
         )
     token_cache = TokenCache(Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME)
     cached: dict[str, CachedPairs] = {}
-    pairs: Mapping[str, LanguagePairs] = cached
+    pairs: dict[str, LanguagePairs] = {}
+    skipped: dict[str, Sequence[Skipped]] = {}
     if source.pairs is None:
         size = _count_symbols(folder, chosen, tokenizer)
         cached |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
-        skipped = _add_up(cached.values())
     elif tokenizer is None:
         raise ValueError(f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns")
     elif source.is_cached:
         size = tokenizer.vocabulary_size
         cached |= {each: open_text(token_cache, folder, split, each, tokenizer, max_tokens) for each in chosen}
-        skipped = _add_up(cached.values())
     else:
         size, encoder = tokenizer.vocabulary_size, TextEncoder(tokenizer, max_tokens)
-        pairs = {each: encoder.encode(source.pairs(folder, split, each)) for each in chosen}
-        skipped = [encoder.empty, encoder.long]
+        for each in chosen:
+            pairs[each] = encoder.encode(source.pairs(folder, split, each))
+            skipped[each] = encoder.take_skipped()
+    pairs |= cached
+    skipped |= {each: found.skipped for each, found in cached.items()}
     for language, found in pairs.items():
         if not len(found):
+            reasons, has_long = _list_reasons(skipped[language]), _has_long_pairs(skipped[language], max_tokens)
             raise ValueError(
-                f"nothing is left of the language {language} in the split {split} of the corpus {name}"
-                f"{_list_reasons(skipped)}: leave it out of data.languages, or give it data"
+                f"nothing is left of the language {language} in the split {split} of the corpus {name}{reasons}: "
+                f"leave it out of data.languages, {'raise data.max_tokens, ' if has_long else ''}or give it data"
             )
-    return ParallelCorpus(pairs, size, skipped, max_pairs if split == "train" else None)
+    return ParallelCorpus(pairs, size, _add_up(skipped.values()), max_pairs if split == "train" else None)
 
 
-def _add_up(languages: Iterable[CachedPairs]) -> list[Skipped]:
+def _add_up(languages: Iterable[Sequence[Skipped]]) -> list[Skipped]:
     """Add up what was left out of all languages, by reason; `first` is that of the first language."""
     found: dict[str, Skipped] = {}
-    for language in languages:
-        for each in language.skipped:
+    for skipped in languages:
+        for each in skipped:
             found.setdefault(each.reason, replace(each, number=0)).add(each.number, each.first)
     return list(found.values())
+
+
+def _has_long_pairs(skipped: Sequence[Skipped], max_tokens: int) -> bool:
+    return any(each.number for each in skipped if each.reason == count_long_pairs(max_tokens).reason)
 
 
 def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
@@ -205,8 +223,9 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
         raise ValueError(f"data.languages is empty: name some of {list_some(known)}, or null for all")
     for language in languages:
         if language not in known:
+            quote = "write 'no' in quotes, which YAML takes for false, or " if language == "False" else ""
             raise ValueError(
-                f"data.languages has {language!r}, which the corpus {name} does not have: choose among "
+                f"data.languages has {language!r}, which the corpus {name} does not have: {quote}choose among "
                 f"{list_some(known)}"
             )
     return sorted(set(languages))

@@ -93,7 +93,7 @@ def open_text(
         encoder = TextEncoder(tokenizer, max_tokens)
         for block in encoder.encode_blocks(read_text_pairs(root, split, language)):
             writer.add(block)
-        return encoder.empty, encoder.long
+        return encoder.take_skipped()
 
     settings = {
         "vocabulary_size": tokenizer.vocabulary_size,
@@ -118,8 +118,16 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._targets: dict[str, list[int]] = {}
-        self.empty = Skipped("with an empty line")
-        self.long = count_long_pairs(max_tokens)
+        self._empty, self._long = self._start_counting()
+
+    def take_skipped(self) -> tuple[Skipped, Skipped]:
+        """Return the pairs that were left out since the last call: empty ones, and long ones."""
+        found = self._empty, self._long
+        self._empty, self._long = self._start_counting()
+        return found
+
+    def _start_counting(self) -> tuple[Skipped, Skipped]:
+        return Skipped("with an empty line"), count_long_pairs(self._max_tokens)
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids."""
@@ -136,8 +144,8 @@ class TextEncoder:
         encoded = list(zip(block, sources, targets, strict=True))
         full = [each for each in encoded if each[1] and each[2]]
         short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END comes on top
-        _count_skipped(self.empty, encoded, full)
-        _count_skipped(self.long, full, short)
+        _count_skipped(self._empty, encoded, full)
+        _count_skipped(self._long, full, short)
         size = self._tokenizer.vocabulary_size
         kept = Sentences.pack([ids for _, ids, _ in short], size), Sentences.pack([ids for _, _, ids in short], size)
         return LanguagePairs(*kept)

@@ -91,7 +91,8 @@ class TranslationLoader(EpochPosition):
             raise ValueError("only is empty: name a language to show, or None for all")
         self._batch_size = batch_size
         self._load_inputs, self._load_targets = load_inputs, load_targets
-        self._check_batch_size(int(corpus.longest()[shown].max()), int(corpus.num_pairs()[shown].sum()))
+        name = "trainer.batch_size" if shuffle else "trainer.evaluation.batch_size"
+        self._check_batch_size(name, int(corpus.longest()[shown].max()), int(corpus.num_pairs()[shown].sum()))
         self._num_pairs = corpus.num_pairs() * shown
         self._walk: SentenceWalk | None = None
         if shuffle:
@@ -125,12 +126,12 @@ class TranslationLoader(EpochPosition):
                 yield batch
                 started = time.perf_counter()
 
-    def _check_batch_size(self, longest: int, num_pairs: int) -> None:
+    def _check_batch_size(self, name: str, longest: int, num_pairs: int) -> None:
         if self._batch_size < longest * self._num_replicas:
             share = f" x {self._num_replicas} replicas" if self._num_replicas > 1 else ""
             raise ValueError(
-                f"trainer.batch_size is {self._batch_size} tokens, less than the longest sentence of {longest} "
-                f"tokens{share}: choose a larger trainer.batch_size, or a smaller data.max_tokens"
+                f"{name} is {self._batch_size} tokens, less than the longest sentence of {longest} "
+                f"tokens{share}: choose a larger {name}, or a smaller data.max_tokens"
             )
         if num_pairs < self._num_replicas:
             raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
