@@ -36,17 +36,29 @@ def read(root: Path, split: str, length: int = 16, share: float | None = 0.25) -
 
 
 def test_the_sequences_are_the_text_and_each_has_one_token_more_to_predict(root: Path) -> None:
-    expected = []
-    for lines in (LINES[:120], LINES[120:]):
-        tokens = tokens_of(lines)
-        expected.append(
-            (tokens[: len(tokens) - round(0.25 * len(tokens))], tokens[len(tokens) - round(0.25 * len(tokens)) :])
-        )
+    first, second = tokens_of(LINES[:120]), tokens_of(LINES[120:])
+    num_first, num_both = round(0.25 * len(first)), round(0.25 * len(first + second))
+    expected = [
+        (tokens[: len(tokens) - num], tokens[len(tokens) - num :])
+        for tokens, num in ((first, num_first), (second, num_both - num_first))
+    ]
     for split, position in (("train", 0), ("test", 1)):
         whole = [number for parts in expected for number in parts[position]]
         sequences = read(root, split)
         assert len(sequences) == (len(whole) - 1) // 16
         assert sequences == [whole[start : start + 17] for start in range(0, 16 * len(sequences), 16)]
+
+
+def test_many_files_that_are_too_short_for_a_share_of_each_give_the_share_of_all(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(100)]
+    for number, word in enumerate(words):
+        (tmp_path / f"{number:03}.txt").write_text(word)
+    whole = [tokens_of([word]) for word in words]
+    assert max(round(0.1 * len(tokens)) for tokens in whole) == 0
+    tests = open_text_folder(tmp_path, "test", TOKENIZER, 1, 0.1)
+    train = open_text_folder(tmp_path, "train", TOKENIZER, 1, 0.1)
+    total = sum(map(len, whole))
+    assert (len(tests) + 1, len(train) + 1) == (round(0.1 * total), total - round(0.1 * total))
 
 
 def test_hidden_files_and_a_byte_order_mark_are_no_text(root: Path) -> None:
@@ -135,8 +147,12 @@ def read_and_count(rank: int, root: str) -> tuple[list[list[int]], int]:
 
 
 def test_what_cannot_be_read_is_said(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected at least data.sequence_length \+ 1 = 100001: add text, or lower"):
+    with pytest.raises(
+        ValueError, match=r"expected at least data.sequence_length \+ 1 = 100001: add text, lower .*=0.25, or"
+    ):
         read(root, "train", length=100_000)
+    with pytest.raises(ValueError, match=r"= 100001: add text, raise data.validation_share=0.25, or lower data.seq"):
+        read(root, "test", length=100_000)
     (root / "a.txt").write_bytes("Blödsinn".encode("latin-1"))
     with pytest.raises(ValueError, match=r"a.txt, line 1, is not UTF-8 \(invalid .*\): convert it"):
         read(root, "train")

@@ -45,7 +45,7 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
 
     Args:
         root: has train/ and val/ with .txt files at any depth; or, with a share, train/ or such files.
-        share: of the end of each file, for evaluation; None where root/val has texts.
+        share: of the text, for evaluation, from the end of each file; None where root/val has texts.
 
     Raises:
         DataMissing: there are no such files.
@@ -112,9 +112,10 @@ def open_text_folder(
     tokens = _read_cached(folder, paths, tokenizer, share, split)
     found = TextSequences(tokens, sequence_length)
     if len(found) == 0:
+        change = "" if share is None else f"{'raise' if split == 'test' else 'lower'} data.validation_share={share:g}, "
         raise ValueError(
             f"the {split} text in {folder} has {len(tokens)} tokens, expected at least data.sequence_length + 1 = "
-            f"{sequence_length + 1}: add text, or lower data.sequence_length."
+            f"{sequence_length + 1}: add text, {change}or lower data.sequence_length."
         )
     return found
 
@@ -124,7 +125,8 @@ def _read_cached(
 ) -> NDArray[np.int32]:
     """Return the tokens of files, from the cache if it was made of the same files by the same tokenizer."""
     stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    key = sha256(repr((tokenizer.sha256, share, split, stats)).encode()).hexdigest()
+    sharing = "rounded over all files"  # an older cache has a share that was rounded in each file
+    key = sha256(repr((tokenizer.sha256, share, sharing, split, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
     if (found := _load(cached)) is not None:
         return found
@@ -137,7 +139,8 @@ def _read_cached(
             is_writable = False
         if (found := _load(cached)) is not None:  # another process has just written it
             return found
-        tokens = np.concatenate([_take(_encode(path, tokenizer), share, split) for path in paths])
+        files = (_encode(path, tokenizer) for path in paths)
+        tokens = np.concatenate(list(files if share is None else _take_split(files, share, split)))
         with suppress(OSError):
             if is_writable:
                 with replacing(cached) as partial, partial.open("wb") as stream:
@@ -181,9 +184,13 @@ def _join(lines: Iterable[list[int]]) -> NDArray[np.int32]:
     return np.array([number for line in lines if line for number in (*line, END)], np.int32)
 
 
-def _take(tokens: NDArray[np.int32], share: float | None, split: str) -> NDArray[np.int32]:
-    """Return a file's part of a split: with a share, its end is for evaluation."""
-    if share is None:
-        return tokens
-    border = len(tokens) - round(share * len(tokens))
-    return tokens[border:] if split == "test" else tokens[:border]
+def _take_split(files: Iterable[NDArray[np.int32]], share: float, split: str) -> Iterator[NDArray[np.int32]]:
+    """Yield the part of each file that belongs to a split; the end is for evaluation.
+
+    Many short files would each round the share to nothing, so it is rounded once for all files up to each.
+    """
+    total = 0
+    for tokens in files:
+        border = len(tokens) - (round(share * (total + len(tokens))) - round(share * total))
+        total += len(tokens)
+        yield tokens[border:] if split == "test" else tokens[:border]
