@@ -160,6 +160,14 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(folder: Path, tmp_path: Pa
     assert len(open_binarized(folder, tokenizer=None)) == 80
 
 
+def test_a_dictionary_with_more_symbols_than_the_tokenizer_has_pieces_is_refused(copied: Path) -> None:
+    """A model could choose one in a translation, and no text stands for it."""
+    for path in copied.glob("dict.*.txt"):
+        path.write_text(path.read_text("utf-8") + "madeupword0000 0\n", "utf-8")
+    refused(copied, r"the tokenizer .* has other pieces than .*dict.en.txt: binarise with the")
+    assert open_binarized(copied, tokenizer=None).vocabulary_size == TOKENIZER.vocabulary_size + 1
+
+
 def test_damaged_and_missing_files_are_refused(copied: Path) -> None:
     path = copied / "train.de-en.de.bin"
     whole = path.read_bytes()

@@ -208,7 +208,7 @@ def _has_long_pairs(skipped: Sequence[Skipped], max_tokens: int) -> bool:
 def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
     """Return the size of a binarised corpus's vocabulary; refuse a tokenizer with another vocabulary."""
     symbols = read_dictionary(root, languages)
-    if tokenizer is not None and tokenizer.pieces()[4:] != symbols[4 : tokenizer.vocabulary_size]:
+    if tokenizer is not None and tokenizer.pieces()[4:] != symbols[4:]:
         raise ValueError(
             f"the tokenizer {tokenizer.path} has other pieces than {root / 'dict.en.txt'}: binarise with the "
             "dictionary that its write_dictionary makes, or set data.tokenizer to the one that cut the text"
