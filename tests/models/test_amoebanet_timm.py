@@ -16,7 +16,7 @@ from timm.data import resolve_data_config
 
 def create(name: str = "amoebanet_d", **options: object) -> gpipe.models.AmoebaNet:
     torch.manual_seed(0)
-    model = timm.create_model(name, num_layers=3, num_filters=16, num_classes=10, **options)
+    model = timm.create_model(name, **{"num_layers": 3, "num_filters": 16, "num_classes": 10, **options})
     assert isinstance(model, gpipe.models.AmoebaNet)
     return model
 
@@ -85,6 +85,17 @@ def test_reset_classifier_with_no_classes_leaves_the_features() -> None:
 def test_another_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="global_pool is 'max', expected 'avg'"):
         create().reset_classifier(5, "max")
+    with pytest.raises(ValueError, match="global_pool is 'max', expected 'avg'"):
+        create(global_pool="max")
+
+
+def test_a_model_made_with_no_classes_is_that_whose_classifier_was_removed() -> None:
+    model, removed = create(num_classes=0, global_pool="avg"), create()
+    removed.reset_classifier(0)
+    assert model.num_classes == model.pretrained_cfg["num_classes"] == 0
+    assert model.state_dict().keys() == removed.state_dict().keys()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), removed(images))
 
 
 def test_a_part_of_a_model_has_no_classifier() -> None:

@@ -65,8 +65,7 @@ class AmoebaNet(nn.Sequential):
         Raises:
             ValueError: global_pool is not the global average.
         """
-        if global_pool not in (None, "avg"):
-            raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
+        refuse_other_pool(global_pool)
         weight = next(self.classifier.parameters(), next(self.parameters()))
         softmax = partial(Softmax, device=weight.device, dtype=weight.dtype)
         self.classifier.fully_connected = softmax(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -90,6 +89,12 @@ class AmoebaNet(nn.Sequential):
         pooled = self.classifier.pool(features)
         logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
         return logits
+
+
+def refuse_other_pool(global_pool: str | None) -> None:
+    """Refuse a pool in front of the softmax layer that is not the global average; None is that one."""
+    if global_pool not in (None, "avg"):
+        raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
 
 
 def _check(

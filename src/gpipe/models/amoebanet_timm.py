@@ -5,7 +5,7 @@ from typing import Any
 
 from timm.models import generate_default_cfgs, register_model
 
-from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
+from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, refuse_other_pool
 
 # timm's name -> ours
 _OPTION_NAMES = {
@@ -53,7 +53,13 @@ def _register(build: Callable[..., AmoebaNet]) -> None:
             raise ValueError(f"pretrained is True, but {name} has no published weights: leave it False and train.")
         for option in _WEIGHT_OPTIONS:
             options.pop(option, None)
+        refuse_other_pool(options.pop("global_pool", None))
+        is_headless = options.get("num_classes") == 0
+        if is_headless:
+            options["num_classes"] = 1  # a softmax layer to remove
         model = build(**{_OPTION_NAMES.get(option, option): value for option, value in options.items()})
+        if is_headless:
+            model.reset_classifier(0)
         model.pretrained_cfg = model.default_cfg = {
             **default_cfgs[name].default.to_dict(),
             "architecture": name,
