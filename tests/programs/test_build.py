@@ -53,6 +53,17 @@ def test_a_softmax_layer_drawn_anew_is_not_the_one_that_a_run_with_the_same_seed
     assert torch.equal(tuned, tuned_in_two_stages), "the draw does not depend on the number of stages"
 
 
+@pytest.mark.parametrize(
+    ("model", "is_replaced"), [(SMALL, True), (LANGUAGE_MODEL, False), (TRANSLATION, False)], ids=["images", "lm", "mt"]
+)
+def test_the_softmax_layer_of_images_is_for_other_classes_and_that_of_text_for_the_same_tokens(
+    model: tuple[str, ...], is_replaced: bool
+) -> None:
+    workload = workload_of(to_run(compose("train", overrides=list(model))))
+    layers = torch.nn.ModuleDict({str(index): layer for index, layer in enumerate(workload.layers())})
+    assert bool(workload.replaced(layers, {})) == is_replaced
+
+
 def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
     overrides = ["optimizer=rmsprop", "schedule.name=constant", "schedule.warm_up_epochs=0"]
     trainer = trainer_of(tmp_path, *overrides, "trainer.batch_size=20")

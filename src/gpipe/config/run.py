@@ -68,8 +68,8 @@ class RunConfig:
         seed: of weights, masks, the order of the data and augmentation.
         init_from: a run's or checkpoint's folder, or an exported file; all weights but the softmax layer's are taken
             from there (the moving averages, if it has any). A model of timm takes that layer's too where it has as many
-            classes there; models of translation and of transformers always do. For a folder of several runs, the newest
-            finished one counts. null draws the weights.
+            classes there; models of text always do. For a folder of several runs, the newest finished one counts. null
+            draws the weights.
         evaluate: a run's or checkpoint's folder, which is evaluated; nothing is trained. null trains.
         reproduction: the folder in reproductions/ to which a sweep adds its records; null adds them to none.
     """

@@ -98,6 +98,10 @@ class LanguageModelling(Workload):
     def _tokenizer(self) -> Tokenizer | None:
         return open_text_tokenizer(self.data.tokenizer) if isinstance(self.data, TextFolderConfig) else None
 
+    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
+        return ()
+
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave the tokenizer: ids mean nothing without it. Noise has none."""
         return keep_tokenizer(self._tokenizer, folder)
@@ -156,10 +160,6 @@ class TransformersModelling(TracedModel, LanguageModelling):
     def model_names(self) -> Mapping[str, str]:
         """The name that each tensor has in transformers, by its name among the layers."""
         return {own: name.removeprefix("model.") for own, name in super().model_names.items()}
-
-    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
-        return ()
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave the tokenizer, and what transformers reads beside the weights."""
