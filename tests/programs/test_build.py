@@ -53,6 +53,21 @@ def test_a_softmax_layer_drawn_anew_is_not_the_one_that_a_run_with_the_same_seed
     assert torch.equal(tuned, tuned_in_two_stages), "the draw does not depend on the number of stages"
 
 
+def test_two_fine_tunings_in_a_row_with_one_seed_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("trainer.max_steps=1", "trainer.evaluation.every_epochs=null", "schedule.warm_up_epochs=0")
+    for name in ("first", "second", "third", "fourth"):
+        (tmp_path / name).mkdir()
+    trainer_of(tmp_path / "first", *short).train()
+    trainer_of(tmp_path / "second", *short, f"init_from={tmp_path / 'first'}").train()
+    assert "warning" not in capsys.readouterr().out
+    trainer_of(tmp_path / "third", *short, f"init_from={tmp_path / 'second'}")
+    assert "warning: " in (said := capsys.readouterr().out) and "was fine-tuned with seed=0 too, so this" in said
+    trainer_of(tmp_path / "fourth", *short, f"init_from={tmp_path / 'second'}", "seed=1")
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("model", "is_replaced"), [(SMALL, True), (LANGUAGE_MODEL, False), (TRANSLATION, False)], ids=["images", "lm", "mt"]
 )

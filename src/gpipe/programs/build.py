@@ -252,8 +252,20 @@ def build_trainer(
     if run.init_from is not None:
         start = find_kindred("init_from", run.init_from, kept)
         progress.message(f"starting from the weights of {start}")
-        trainer.start_from(start, workload.replaced(pipeline.layers, read_shapes(start)))
+        replaced = workload.replaced(pipeline.layers, read_shapes(start))
+        if any(pipeline.job.gather(bool(replaced))) and _was_begun_likewise(start, run.seed):
+            progress.message(
+                f"warning: {start} was fine-tuned with seed={run.seed} too, so this run begins with the softmax layer "
+                "that its features were trained with: set another seed."
+            )
+        trainer.start_from(start, replaced)
     return trainer
+
+
+def _was_begun_likewise(start: Path, seed: int) -> bool:
+    """Return whether the run of a checkpoint began with other weights itself and had this seed; a file does not say."""
+    saved = {} if start.is_file() else Manifest.read(start).config
+    return saved.get("init_from") is not None and saved.get("seed") == seed
 
 
 def _names(workload: Workload) -> dict[str, Any]:
