@@ -6,7 +6,7 @@ python -m reproductions faults faults.jsonl              makes the record of the
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def faults(record: Record) -> str:
             row["stage"],
             f"{row['seconds']:.1f}",
             f"`{row['said'].replace('|', '/')}`",
-            _describe_lost(row),
+            _describe_lost([row]),
         ]
         for row in ordered
     ]
@@ -53,7 +53,7 @@ def faults(record: Record) -> str:
 
 @_STUDY.table
 def faults_in_short(record: Record) -> str:
-    """Return the same in one row per fault and time-out: places, seconds, and one message."""
+    """Return the same in one row per fault and time-out: places, seconds, one message, and the least and most lost."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in sorted(record.results["rows"], key=_get_order):
         groups.setdefault((list(_FAULTS).index(row["fault"]), row["timeout_seconds"]), []).append(row)
@@ -64,9 +64,9 @@ def faults_in_short(record: Record) -> str:
         places = ", ".join(dict.fromkeys(_WHERE.get(row["place"], row["place"]) for row in group))
         middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
         said = f"`{group[0]['said'].replace('|', '/')}`"
-        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _describe_lost(group[0])])
-    header = ["fault", "tried in", "time-out, s", "all ended after, s: median (most)", "what the user sees", "lost"]
-    return markdown(header, rows)
+        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _describe_lost(group)])
+    header = ["fault", "tried in", "time-out, s", "all ended after, s: median (most)", "what the user sees"]
+    return markdown([*header, "lost: least to most"], rows)
 
 
 faults_run = _STUDY.run()
@@ -92,10 +92,12 @@ def _get_order(row: Mapping[str, Any]) -> tuple[int, str]:
     return _PLACES.index(row["place"]), row["stage"]
 
 
-def _describe_lost(row: Mapping[str, Any]) -> str:
-    """Say what was lost: the finished steps since the last checkpoint, and the one under way."""
-    lost = row["steps_done"] - row["steps_saved"]
-    return f"{lost} of {row['steps_done']} steps, back to step {row['steps_saved']}"
+def _describe_lost(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say what was lost, least to most: the finished steps since the last checkpoint, and the one under way."""
+    losses = sorted({(row["steps_done"] - row["steps_saved"], row["steps_done"]) for row in rows})
+    ends = " to ".join(f"{lost} of {done}" for lost, done in dict.fromkeys((losses[0], losses[-1])))
+    saved = " or ".join(map(str, sorted({row["steps_saved"] for row in rows})))
+    return f"{ends} steps, back to step {saved}"
 
 
 TABLES = (faults, faults_in_short, faults_run)

@@ -50,6 +50,22 @@ def test_in_short_a_fault_has_a_row_a_time_out_with_the_median_and_the_longest_t
     ]
 
 
+def test_in_short_the_least_and_the_most_that_a_fault_lost_stand_beside_each_other() -> None:
+    rows = [
+        row("kill", "forward", "first", 1),
+        row("kill", "save", "last", 1, 6),
+        row("kill", "evaluation", "last", 1, 4),
+    ]
+    rows += [row("full disk", "log", "first", 1, 0, 0), row("full disk", "save", "last", 1)]
+    rows += [row("raise", "forward", "first", 1), row("raise", "backward", "last", 1)]
+    lines = faults_in_short([record(rows)]).splitlines()[2:]
+    assert [line.split(" | ")[-1] for line in lines] == [
+        "1 of 3 steps, back to step 2 |",
+        "1 of 3 to 4 of 6 steps, back to step 2 |",
+        "0 of 0 to 1 of 3 steps, back to step 0 or 2 |",
+    ]
+
+
 def test_without_a_record_the_tables_say_so() -> None:
     for table in (faults, faults_in_short, faults_run):
         assert table([]).startswith("Not run: make reliability")
