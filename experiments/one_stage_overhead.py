@@ -21,7 +21,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.bubble.overheads import one_stage_overhead
+from reproductions.bubble.overheads import one_stage_overhead, one_stage_overhead_run
 
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
 
@@ -76,7 +76,8 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    program = StudyProgram(__doc__, {"bubble": [one_stage_overhead]}, rounds=41, what_rounds_are="steps of each")
+    tables = {"bubble": [one_stage_overhead, one_stage_overhead_run]}
+    program = StudyProgram(__doc__, tables, rounds=41, what_rounds_are="steps of each")
     options = program.parse()
     torch.set_num_threads(1)
     results = measure(options.rounds)

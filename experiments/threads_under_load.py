@@ -28,7 +28,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.bubble.overheads import threads_under_load
+from reproductions.bubble.overheads import threads_under_load, threads_under_load_run
 
 ROOT = Path(__file__).parents[1]
 NUM_LAYERS, BATCH_SIZE, IMAGE_SIZE, NUM_MICROBATCHES = 3, 16, 32, 2
@@ -98,7 +98,8 @@ def measure(rounds: int, num_cores: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    program = StudyProgram(__doc__, {"bubble": [threads_under_load]}, rounds=7, what_rounds_are="steps of each")
+    tables = {"bubble": [threads_under_load, threads_under_load_run]}
+    program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are="steps of each")
     options = program.parse()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load_before = os.getloadavg()[0]

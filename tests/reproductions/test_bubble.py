@@ -26,9 +26,17 @@ def grid(kind: str, bubble: float) -> Record:
 
 def test_each_kind_has_its_column_and_the_formula_is_not_called_the_papers_number() -> None:
     (claim,) = claims([measured(step_seconds=0.64), grid("simulated", 0.125), grid("planned", 0.25)], [])
-    assert (claim.paper, claim.measured) == ("negligible", "20.0%")  # 32 x 16 ms of 640
-    assert claim.simulated == "12.5% without imbalance"
-    assert claim.planned == "25.0% without imbalance; (K-1)/(M+K-1) is 17.9%" and claim.verdict == NO_TEST
+    assert (claim.paper, claim.measured) == ("negligible", "layers that sleep: 20.0%")  # 32 x 16 ms of 640
+    assert claim.simulated == "Transformer-48: 12.5% without imbalance"
+    assert claim.planned == "Transformer-48: 25.0% without imbalance; (K-1)/(M+K-1) is 17.9%"
+    assert claim.verdict == NO_TEST
+
+
+def test_the_newest_measurement_stands_beside_the_range_of_all() -> None:
+    records = [measured(step_seconds=0.64), measured(step_seconds=0.8), measured(rematerialize="never")]
+    dates = ("2020-01-02T00:00:00+00:00", "2020-01-01T00:00:00+00:00", "2019-01-01T00:00:00+00:00")
+    (claim,) = claims([replace(each, date=date) for each, date in zip(records, dates, strict=True)], [])
+    assert claim.measured == "layers that sleep: 20.0% (20.0% to 36.0% in 2 records)"
 
 
 def test_the_share_of_the_loop_is_that_of_the_same_machine() -> None:
@@ -40,12 +48,24 @@ def test_the_share_of_the_loop_is_that_of_the_same_machine() -> None:
     record = replace(record, results={"grid": grid, "busy_grid": [grid[0] | {"step_seconds": 1.0}, *busy]})
     _, _, *rows = engine_overhead([record]).splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row]
-    assert [(row[0], row[1], row[-2], row[-1]) for row in cells] == [
+    assert [(row[0], row[1], row[-4], row[-1]) for row in cells] == [
         ("ours, never", "idle", "0.800", "0.900"),
         (f"{HAND_WRITTEN}, never", "idle", "0.889", "1.000"),
         ("ours, never", "busy", "0.400", "0.900"),
         (f"{HAND_WRITTEN}, never", "busy", "0.444", "1.000"),
     ]
+
+
+def test_steps_that_recompute_stand_beside_a_simulated_step_that_recomputes_early() -> None:
+    record = measured(step_seconds=0.745)
+    del record.results["grid"][1:]
+    record.results["grid"][0]["formula_seconds"] = 0.624
+    slept = {"forward_seconds": 0.004, "backward_seconds": 0.008}
+    row = engine_overhead([replace(record, config=slept)]).splitlines()[2]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[6:10] == ["624.0", "0.838", "596.0", "0.800"]  # (4 x 32 + 3 x 8 - 3) x 4 ms
+    record.results["grid"][0]["rematerialize"] = "never"
+    assert engine_overhead([record]).splitlines()[2].endswith("| 0.838 |  |  |  |")
 
 
 def test_without_records_it_was_not_run() -> None:
