@@ -34,9 +34,13 @@ def divide_by_base(speeds: Mapping[Key, float], paper: Paper) -> dict[Key, float
 
 def find_grid(records: Iterable[Record], experiment: str, kind: str) -> list[dict[str, Any]]:
     """Return the models of the newest grid of "planned" or "simulated" numbers, if there is one."""
-    found = [record for record in records if record.experiment == experiment and record.kind == kind]
-    newest = max(found, key=lambda record: record.date, default=None)
+    newest = _find_grid_record(records, experiment, kind)
     return [] if newest is None else list(newest.results["models"])
+
+
+def _find_grid_record(records: Iterable[Record], experiment: str, kind: str) -> Record | None:
+    found = [record for record in records if record.experiment == experiment and record.kind == kind]
+    return max(found, key=lambda record: record.date, default=None)
 
 
 def grid_speeds(models: Iterable[Mapping[str, Any]], batch: str, cut_by: str = "seconds") -> dict[Key, float]:
@@ -126,6 +130,7 @@ def cell_of(run: Record) -> Key:
 
 PROGRAM = "python -m experiments.table2_throughput"
 KINDS = ("planned", "simulated")
+CUTS = {"seconds": "cut by seconds", "flops": "cut by FLOPs"}
 TOLERANCE = 0.2
 Models = Sequence[Mapping[str, Any]]
 """The models of a grid, with their cells."""
@@ -156,27 +161,36 @@ def beside_paper(
 def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], table: str) -> Claim:
     """Return how many cells of the paper's table are within 20 % of the paper's speed-up: a row of the claims.
 
-    The cells that are the base of the speed-ups do not count.
-
     Args:
         records: of all claims.
         paper: the rows of paper.csv.
         experiments: of the grid, and of the measured runs.
         table: its name in the paper.
     """
-    rows = [row for row in paper if float(row["speed_up"]) != 1]
-    kinds = [
-        divide_by_base(grid_speeds(find_grid(records, experiments[0], kind), "fits"), paper)
-        for kind in ("simulated", "planned")
-    ]
-    columns = [divide_by_base(measured_speeds(records, experiments[1], "fixed", paper), paper), *kinds]
-    near = [
-        sum(abs(column.get(key_of(row), 0) / float(row["speed_up"]) - 1) <= TOLERANCE for row in rows)
-        for column in columns
-    ]
-    cells = [f"{number} of {len(rows)}" if column else "" for number, column in zip(near, columns, strict=True)]
+    measured = count_near(divide_by_base(measured_speeds(records, experiments[1], "fixed", paper), paper), paper)
+    simulated, planned = (
+        _name_cuts({cut: count_near(divide_by_base(grid_speeds(models, "fits", cut), paper), paper) for cut in CUTS})
+        for models in (find_grid(records, experiments[0], kind) for kind in ("simulated", "planned"))
+    )
     text = f"speed-ups within {TOLERANCE:.0%} of the paper's ({table})"
-    return Claim(text, f"{len(rows)} cells", cells[0] or NOT_RUN, cells[1], cells[2])
+    return Claim(text, f"{len(compared_rows(paper))} cells", measured or NOT_RUN, simulated, planned)
+
+
+def count_near(speed_ups: Mapping[Key, float], paper: Paper) -> str:
+    """Say how many of the compared cells are within 20 % of the paper's; nothing where there is no speed-up."""
+    rows = compared_rows(paper)
+    near = sum(abs(speed_ups.get(key_of(row), 0) / float(row["speed_up"]) - 1) <= TOLERANCE for row in rows)
+    return f"{near} of {len(rows)}" if speed_ups else ""
+
+
+def compared_rows(paper: Paper) -> list[Mapping[str, str]]:
+    """Return the cells to compare: not those that are the base of the speed-ups, which are 1 by definition."""
+    return [row for row in paper if float(row["speed_up"]) != 1]
+
+
+def _name_cuts(texts: Mapping[str, str]) -> str:
+    """Write what was found with each cut, and name the cut."""
+    return "; ".join(f"{CUTS[cut]}: {text}" for cut, text in texts.items() if text)
 
 
 def ratio_claim(
@@ -188,13 +202,17 @@ def ratio_claim(
     cells: tuple[Key, Key],
 ) -> Claim:
     """Return the ratio of two cells' throughputs: a row of the claims; `printed` is the paper's."""
-    speeds = [
-        measured_speeds(records, experiments[1], "fixed", paper),
-        *(grid_speeds(find_grid(records, experiments[0], kind), "fits") for kind in ("simulated", "planned")),
-    ]
-    one, other = cells
-    ours = [ratio(found[one] / found[other]) if one in found and other in found else "" for found in speeds]
-    return Claim(text, printed, ours[0] or NOT_RUN, ours[1], ours[2])
+
+    def divide(speeds: Mapping[Key, float]) -> str:
+        one, other = (speeds.get(cell) for cell in cells)
+        return ratio(one / other) if one and other else ""
+
+    measured = divide(measured_speeds(records, experiments[1], "fixed", paper))
+    simulated, planned = (
+        _name_cuts({cut: divide(grid_speeds(models, "fits", cut)) for cut in CUTS})
+        for models in (find_grid(records, experiments[0], kind) for kind in ("simulated", "planned"))
+    )
+    return Claim(text, printed, measured or NOT_RUN, simulated, planned)
 
 
 def with_batch(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], batch: str) -> str:
@@ -216,10 +234,10 @@ def names(row: Mapping[str, str]) -> list[str]:
     return [row["title"], row["num_stages"], row["num_microbatches"]]
 
 
-def grid_run(records: Sequence[Record], experiment: str) -> str:
-    """Return the provenance of the newest simulation."""
-    runs = [record for record in records if record.experiment == experiment and record.kind == "simulated"]
-    return provenance(max(runs, key=lambda run: run.date, default=None), PROGRAM)
+def grid_run(records: Sequence[Record], experiment: str, kind: str) -> str:
+    """Return the provenance of the newest grid of "planned" or "simulated" numbers."""
+    program = f"{PROGRAM} --plan-only" if kind == "planned" else PROGRAM
+    return provenance(_find_grid_record(records, experiment, kind), program)
 
 
 def ratio(value: float | None) -> str:
@@ -250,18 +268,36 @@ def breakdown(models: Models, batch: str, cut_by: str) -> str:
     return markdown(["model", "K", "M", "micro-batch", "GiB, planned", *names, "formula"], rows)
 
 
-def partitions(models: Models, batch: str) -> str:
-    """Return the cuts with the most micro-batches, and by how much the slowest stage exceeds the mean."""
-    if not models:
+def partitions(records: Sequence[Record], experiment: str, batch: str) -> str:
+    """Return the cuts of each kind with the most micro-batches, and by how much the slowest stage exceeds the mean."""
+    grids = {kind: _find_largest_cells(find_grid(records, experiment, kind), batch) for kind in KINDS}
+    places = list(dict.fromkeys(place for cells in grids.values() for place in cells))
+    if not places:
         return not_run(PROGRAM)
-    most = max(cell["num_microbatches"] for cell in models[0]["cells"])
-    rows = [
-        [model["model"], str(cell["num_stages"]), cell["cut_by"], _layers(cell), f"{cell['imbalance']:.1%}"]
+    rows = []
+    for title, num_stages, cut in places:
+        found = [cells.get((title, num_stages, cut)) for cells in grids.values()]
+        ours = [text for cell in found for text in (["", ""] if cell is None else _describe_cut(cell))]
+        rows.append([title, str(num_stages), cut, *ours])
+    columns = [
+        column for kind in KINDS for column in (f"layers of each stage, {kind}", f"slowest above the mean, {kind}")
+    ]
+    return markdown(["model", "K", "cut by", *columns], rows)
+
+
+def _find_largest_cells(models: Models, batch: str) -> dict[tuple[str, int, str], Mapping[str, Any]]:
+    """Return the cells with the most micro-batches, by model, K and cut."""
+    most = max((cell["num_microbatches"] for model in models for cell in model["cells"]), default=0)
+    return {
+        (model["model"], cell["num_stages"], cell["cut_by"]): cell
         for model in models
         for cell in model["cells"]
-        if cell["batch"] == batch and cell["num_microbatches"] == most
-    ]
-    return markdown(["model", "K", "cut by", "layers of each stage", "slowest stage above the mean"], rows)
+        if (cell["batch"], cell["num_microbatches"]) == (batch, most)
+    }
+
+
+def _describe_cut(cell: Mapping[str, Any]) -> list[str]:
+    return [" ".join(map(str, cell["partitions"])), f"{cell['imbalance']:.1%}"]
 
 
 def figures(planned: Models, simulated: Models) -> str:
@@ -282,7 +318,3 @@ def figures(planned: Models, simulated: Models) -> str:
     ]
     columns = ["GFLOP/s, planned", "link, GB/s", "GFLOP/s here, measured", "link, simulated, GB/s", "times slower"]
     return markdown(["model", "the paper's device", *columns], rows)
-
-
-def _layers(cell: Mapping[str, Any]) -> str:
-    return " ".join(map(str, cell["partitions"]))

@@ -44,6 +44,7 @@ SHOWN = {
         table2.table2_partitions,
         table2.table2_figures,
         table2.table2_run,
+        table2.table2_planned_run,
     ],
     "table3_slow_links": table3.TABLES,
 }

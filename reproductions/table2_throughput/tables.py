@@ -29,7 +29,7 @@ from reproductions.speed_ups import (
     with_batch,
 )
 from reproductions.study import Study
-from reproductions.table import Paper, markdown, not_run
+from reproductions.table import Paper, markdown, not_run, provenance
 from reproductions.table2_throughput import peers
 
 GRID = "table2_throughput_grid"
@@ -41,6 +41,8 @@ NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F
 LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
 WEIGHT_COPIES = "weight_copies"
 DEVICE_WORK = "device_work"
+_LAPTOP_PROGRAM = "train.py -m +experiment=table2_throughput_laptop"
+_LAPTOP_EQUAL_PROGRAM = f"{_LAPTOP_PROGRAM} trainer.batch_size={EQUAL_BATCH_SIZE}"
 _LOSS_PROGRAM = "python -m experiments.loss_cost"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
 _STEP_TIMELINE = Study(TIMELINE)
@@ -121,8 +123,8 @@ def table2_planned_breakdown(records: Sequence[Record]) -> str:
 
 
 def table2_partitions(records: Sequence[Record]) -> str:
-    """Return the simulated cells' partitions and their quality."""
-    return partitions(find_grid(records, GRID, "simulated"), "fits")
+    """Return the partitions of the planned and the simulated cells, and their quality."""
+    return partitions(records, GRID, "fits")
 
 
 def table2_figures(records: Sequence[Record]) -> str:
@@ -132,18 +134,37 @@ def table2_figures(records: Sequence[Record]) -> str:
 
 def table2_laptop(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds where the mini-batch grows with M."""
-    return _laptop(records, "fixed", "train.py -m +experiment=table2_throughput_laptop")
+    return _laptop(records, "fixed", _LAPTOP_PROGRAM)
 
 
 def table2_laptop_equal(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds with the same mini-batch in every cell."""
-    command = f"train.py -m +experiment=table2_throughput_laptop trainer.batch_size={EQUAL_BATCH_SIZE}"
-    return _laptop(records, "equal", command)
+    return _laptop(records, "equal", _LAPTOP_EQUAL_PROGRAM)
+
+
+def table2_laptop_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the newest of the runs whose mini-batch grows with M."""
+    return provenance(_find_newest_run(records, "fixed"), _LAPTOP_PROGRAM)
+
+
+def table2_laptop_equal_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the newest of the runs with the same mini-batch in every cell."""
+    return provenance(_find_newest_run(records, "equal"), _LAPTOP_EQUAL_PROGRAM)
+
+
+def _find_newest_run(records: Sequence[Record], batch: str) -> Record | None:
+    runs = [run for cell in measured_runs(records, LAPTOP, batch).values() for run in cell]
+    return max(runs, key=lambda run: run.date, default=None)
 
 
 def table2_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the newest simulation."""
-    return grid_run(records, GRID)
+    """Return the provenance of the simulated columns."""
+    return grid_run(records, GRID, "simulated")
+
+
+def table2_planned_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the planned columns."""
+    return grid_run(records, GRID, "planned")
 
 
 def _laptop(records: Sequence[Record], batch: str, command: str) -> str:
@@ -262,6 +283,9 @@ def loss_bytes(record: Record) -> str:
     return markdown([*header, "planned GB in forward", "planned GB in backward", "operations"], rows)
 
 
+loss_bytes_run = _LOSS_BYTES.run()
+
+
 @_LOSS_SECONDS.table
 def loss_seconds(record: Record) -> str:
     """Return what the same takes on one core."""
@@ -320,14 +344,18 @@ TABLES = (
     table2_planned_breakdown,
     table2_partitions,
     table2_figures,
-    table2_laptop,
-    table2_laptop_equal,
     table2_run,
+    table2_planned_run,
+    table2_laptop,
+    table2_laptop_run,
+    table2_laptop_equal,
+    table2_laptop_equal_run,
     step_timeline,
     step_timeline_run,
     transformer_utilization,
     transformer_utilization_run,
     loss_bytes,
+    loss_bytes_run,
     loss_seconds,
     loss_seconds_run,
     weight_copies,

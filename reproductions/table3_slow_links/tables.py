@@ -41,8 +41,8 @@ def table3_breakdown(records: Sequence[Record]) -> str:
 
 
 def table3_partitions(records: Sequence[Record]) -> str:
-    """Return the simulated cells' partitions and their quality."""
-    return partitions(find_grid(records, GRID, "simulated"), "fits")
+    """Return the partitions of the planned and the simulated cells, and their quality."""
+    return partitions(records, GRID, "fits")
 
 
 def table3_figures(records: Sequence[Record]) -> str:
@@ -51,8 +51,13 @@ def table3_figures(records: Sequence[Record]) -> str:
 
 
 def table3_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the newest simulation."""
-    return grid_run(records, GRID)
+    """Return the provenance of the simulated columns."""
+    return grid_run(records, GRID, "simulated")
+
+
+def table3_planned_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the planned columns."""
+    return grid_run(records, GRID, "planned")
 
 
 TABLES = (
@@ -62,4 +67,5 @@ TABLES = (
     table3_partitions,
     table3_figures,
     table3_run,
+    table3_planned_run,
 )

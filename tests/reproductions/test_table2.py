@@ -5,9 +5,11 @@ from dataclasses import replace
 from gpipe.pipeline.schedule import Kind, gpipe
 from gpipe.planning.simulation import simulate
 from gpipe.records import Record, make_record
+from reproductions.speed_ups import cells_claim, count_near
 from reproductions.table2_throughput.tables import (
     GRID,
     LAPTOP,
+    PAPER_SCALE,
     TIMELINE,
     claims,
     step_timeline,
@@ -19,9 +21,12 @@ from reproductions.table2_throughput.tables import (
     table2_fixed,
     table2_laptop,
     table2_laptop_equal,
+    table2_laptop_equal_run,
+    table2_laptop_run,
     table2_law,
     table2_other_settings,
     table2_partitions,
+    table2_planned_run,
     table2_run,
 )
 from tests.reproductions.paper_scale_records import composed
@@ -122,13 +127,25 @@ def test_the_claims_have_a_column_for_each_kind() -> None:
     titles = {"A": "AmoebaNet-D (18,256)", "T": "Transformer-48"}
     paper = [one | {"title": titles[one["title"]]} for one in PAPER]
     paper.append(paper[-1] | {"num_stages": "2", "speed_up": "1.8"})
-    planned = grid("planned", fits_seconds=5.0, fixed_seconds=5.0)
+    planned = grid("planned", fits_seconds=5.0, fits_flops=3.5, fixed_seconds=5.0)
     planned.results["models"][0]["model"] = titles["A"]
     headline, amoebanet, _, near = claims([planned, run(2, 1, 4, 10.0), run(8, 32, 128, 45.0)], paper)
     assert (headline.paper, headline.measured, headline.simulated, headline.planned) == ("3.5", "not run", "", "")
-    assert (amoebanet.paper, amoebanet.measured, amoebanet.planned) == ("4", "4.50", "5.00")
-    assert (near.paper, near.measured, near.simulated, near.planned) == ("3 cells", "1 of 3", "", "0 of 3")
+    both_cuts = "cut by seconds: 5.00; cut by FLOPs: 3.50"
+    assert (amoebanet.paper, amoebanet.measured, amoebanet.planned) == ("4", "4.50", both_cuts)
+    both_cuts = "cut by seconds: 0 of 3; cut by FLOPs: 1 of 3"
+    assert (near.paper, near.measured, near.simulated, near.planned) == ("3 cells", "1 of 3", "", both_cuts)
     assert {claim.verdict for claim in claims([planned], paper)} == {"not run"}
+
+
+def test_a_claim_names_the_cut_where_there_is_only_one() -> None:
+    near = cells_claim([grid("simulated", fits_flops=4.0)], PAPER, (GRID, PAPER_SCALE), "Table 2")
+    assert (near.simulated, near.planned) == ("cut by FLOPs: 1 of 2", "")
+
+
+def test_the_base_of_the_speed_ups_is_no_near_cell() -> None:
+    assert count_near({("A", 2, 1): 1.0, ("A", 8, 32): 4.0}, PAPER[:2]) == "1 of 1"
+    assert count_near({}, PAPER) == ""
 
 
 def test_runs_of_another_machine_than_the_newest_ones_are_left_out() -> None:
@@ -162,9 +179,32 @@ def test_where_the_time_goes_stands_beside_the_bubbles_formula() -> None:
     records = [grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0)]
     shares = ["50.0%", "25.0%", "12.5%", "12.5%", "0.0%", "0.0%"]
     assert cells(table2_breakdown(records))[1] == ["A", "8", "32", "16", "4.0 of 8", *shares, f"{7 / 39:.1%}"]
-    assert cells(table2_partitions(records)) == [["A", "8", "seconds", "3 1", "50.0%"]]
     assert cells(table2_figures(records)) == [["A", "tpu", "5,000", "60", "50.0", "0.6", "100"]]
-    assert "simulated" in table2_run(records)
+
+
+def test_the_cuts_of_each_kind_stand_in_columns_of_their_own() -> None:
+    planned, simulated = grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0, fits_flops=2.0)
+    planned.results["models"][0]["cells"][1]["partitions"] = [2, 2]
+    assert cells(table2_partitions([planned, simulated])) == [
+        ["A", "8", "seconds", "2 2", "50.0%", "3 1", "50.0%"],
+        ["A", "8", "flops", "", "", "3 1", "50.0%"],
+    ]
+    assert cells(table2_partitions([simulated]))[0] == ["A", "8", "seconds", "", "", "3 1", "50.0%"]
+
+
+def test_planned_and_simulated_columns_name_their_own_records() -> None:
+    records = [grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0)]
+    records = [replace(record, command=f"python {record.kind}.py") for record in records]
+    assert "| command | `python simulated.py` |\n| numbers | simulated |" in table2_run(records)
+    assert "| command | `python planned.py` |\n| numbers | planned |" in table2_planned_run(records)
+
+
+def test_the_laptops_speeds_name_their_newest_run() -> None:
+    runs = [small_run(1, 1, 4, 8.0), small_run(2, 1, 4, 9.0), small_run(1, 4, 128, 5.0)]
+    dates = (LONG_AGO, "2020-02-02T00:00:00+00:00", "2020-03-03T00:00:00+00:00")
+    runs = [replace(run, date=date) for run, date in zip(runs, dates, strict=True)]
+    assert "| date, commit | 2020-02-02" in table2_laptop_run(runs)
+    assert "| date, commit | 2020-03-03" in table2_laptop_equal_run(runs)
 
 
 def test_the_laptops_speeds_are_told_over_both_bases() -> None:
@@ -221,5 +261,7 @@ def test_the_tasks_of_a_real_step_are_told_for_each_model() -> None:
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput_laptop.\n"
     assert table2_laptop_equal([]).endswith("trainer.batch_size=128.\n")
+    assert (table2_laptop_run([]), table2_laptop_equal_run([])) == (table2_laptop([]), table2_laptop_equal([]))
+    assert table2_planned_run([]) == "Not run: python -m experiments.table2_throughput --plan-only.\n"
     for table in (table2_breakdown, table2_partitions, table2_figures, table2_run):
         assert table([]) == "Not run: python -m experiments.table2_throughput.\n"
