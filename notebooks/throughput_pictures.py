@@ -1,7 +1,6 @@
 """The pictures of the second notebook: memory, speed-ups, and where a step's time goes."""
 
 from collections.abc import Mapping, Sequence
-from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +24,7 @@ from reproductions.speed_ups import (
     key_of,
     median_speed,
 )
+from reproductions.speed_ups import count_near as count_near_cells
 from reproductions.table import newest
 from reproductions.table2_throughput.tables import GRID, name_model
 from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
@@ -182,10 +182,9 @@ def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, co
 
 
 def count_near(speed_ups: Mapping[Key, float], title: str) -> str:
-    """Say how many of a model's cells are within 20 % of the paper's."""
-    rows = [row for row in paper[SPEED] if row["title"] == title]
-    known = [speed_ups[key_of(row)] / float(row["speed_up"]) for row in rows if speed_ups.get(key_of(row), nan) > 0]
-    return f"{sum(abs(ratio - 1) <= 0.2 for ratio in known)} of {len(known)}" if known else ""
+    """Say how many of a model's cells beside the base are within 20 % of the paper's."""
+    known = {key: value for key, value in speed_ups.items() if key[0] == title and value > 0}
+    return count_near_cells(known, [row for row in paper[SPEED] if row["title"] == title])
 
 
 SHARES = {
