@@ -100,6 +100,16 @@ def test_the_end_is_saved_and_a_finished_run_only_tells_its_outcome(tmp_path: Pa
     assert again.train_loader.num_fetched == again.evaluation_loaders["test"].num_fetched == 0
 
 
+def test_the_first_evaluation_set_stays_the_first_when_a_run_resumes(tmp_path: Path) -> None:
+    sets = {"valid": RandomImages(15, 4, shuffle=False), "test": RandomImages(9, 4, shuffle=False)}
+    summary = small_trainer(tmp_path, evaluation_loaders=sets).train()
+    again = small_trainer(tmp_path, evaluation_loaders=sets)
+    assert again.resume()
+    told = again.train()
+    assert list(told.evaluation) == list(summary.evaluation) == ["valid", "test"]
+    assert told.top1 == summary.top1 == summary.evaluation["valid"]["top1"] != summary.evaluation["test"]["top1"]
+
+
 def test_another_seed_or_batch_size_is_refused(tmp_path: Path) -> None:
     small_trainer(tmp_path, num_epochs=1).train()
     with pytest.raises(ValueError, match=r"saved with seed 0, not 3: resume with that seed"):

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -94,8 +94,12 @@ class Totals:
         return own if self.scaler is None else own | {"scaler": self.scaler}
 
     @classmethod
-    def resume(cls, results: Mapping[str, Any]) -> "Totals":
+    def resume(cls, results: Mapping[str, Any], sets: Sequence[str] = ()) -> "Totals":
         """Restore what `resumable` returned.
+
+        Args:
+            results: as a manifest has them.
+            sets: the names of the evaluation sets, in their order.
 
         Raises:
             ValueError: it is anything else.
@@ -106,7 +110,9 @@ class Totals:
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
                 f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."
             )
-        return cls(**results)
+        evaluation = results["evaluation"]  # in alphabetical order, because a manifest is sorted
+        ordered = {name: evaluation[name] for name in (*sets, *evaluation) if name in evaluation}
+        return cls(**{**results, "evaluation": ordered})
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""

@@ -205,7 +205,7 @@ class Trainer:
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
-        self._totals = Totals.resume(manifest.results)
+        self._totals = Totals.resume(manifest.results, [*self.evaluation_loaders])
         if path.parent != self.checkpoint_folder:  # where the least loss was is another run's checkpoint
             self._totals.least_loss, self._totals.num_worse = {}, 0
         if self.scaler is not None and self._totals.scaler is not None:
