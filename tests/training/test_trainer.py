@@ -447,3 +447,15 @@ def test_a_run_that_resumes_from_another_has_a_best_checkpoint_of_its_own(tmp_pa
     assert second.resume(find_latest(tmp_path / "first" / "checkpoints"))
     second.train()
     assert find_best(tmp_path / "second" / "checkpoints") is not None
+
+
+def test_a_run_that_resumes_from_another_tells_of_its_own_evaluations_alone(tmp_path: Path) -> None:
+    small_trainer(tmp_path / "first").train()
+    silent = {"evaluate_every_epochs": None, "num_epochs": 4}
+    second = small_trainer(tmp_path / "second", **silent)
+    assert second.resume(find_latest(tmp_path / "first" / "checkpoints"))
+    summary = second.train()
+    assert (summary.num_steps, summary.evaluation, summary.least_loss) == (16, {}, {})
+    assert (summary.top1, summary.best_top1) == (None, None)
+    again = small_trainer(tmp_path / "second", **silent)
+    assert again.resume() and again.train().evaluation == {}

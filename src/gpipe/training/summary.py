@@ -126,6 +126,11 @@ class Totals:
         if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
             self.best_top1 = top1
 
+    def forget_evaluations(self) -> None:
+        """Begin as if nothing had been evaluated."""
+        self.evaluation, self.evaluated_step, self.best_top1 = {}, None, None
+        self.least_loss, self.num_worse = {}, 0
+
     def first(self, metric: str) -> float | None:
         """Return a metric of the first evaluation set, None where there is none."""
         return next(iter(self.evaluation.values()), {}).get(metric)

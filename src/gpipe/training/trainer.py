@@ -206,8 +206,8 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resume(manifest.results, [*self.evaluation_loaders])
-        if path.parent != self.checkpoint_folder:  # where the least loss was is another run's checkpoint
-            self._totals.least_loss, self._totals.num_worse = {}, 0
+        if path.parent != self.checkpoint_folder:
+            self._totals.forget_evaluations()  # another run made them, and has the checkpoint of the least loss
         if self.scaler is not None and self._totals.scaler is not None:
             self.scaler.load_state_dict(self._totals.scaler)
         self._tracker.rewind(position.step)
