@@ -11,6 +11,7 @@ from gpipe.config import ConfigError, to_run
 from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
 from gpipe.programs.layout import share_layout
 from gpipe.programs.workloads import workload_of
+from gpipe.training.endings import Stopped
 from gpipe.training.trainer import Trainer
 from tests.programs.small_runs import ALONE, LANGUAGE_MODEL, SMALL, TRANSLATION, run_of
 
@@ -198,7 +199,25 @@ def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loader
     inputs, targets = next(iter(trainer.train_loader))
     assert inputs is not None and inputs.shape == targets.shape == (6, 5)
     assert workload_of(run).loss_weight(targets) == 30
-    assert (trainer.examples, trainer.set_drop_path, trainer.checkpoint_folder) == ("sequences", None, None)
+    assert (trainer.examples, trainer.set_drop_path, trainer.keep_checkpoints) == ("sequences", None, None)
+
+
+def test_a_run_that_saves_nothing_more_goes_on_from_what_it_has_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    length = ("schedule.warm_up_epochs=0", "trainer.max_steps=3", "trainer.evaluation.every_epochs=null")
+    first = trainer_of(tmp_path, *length)
+    first.asked_to_stop = lambda: "SIGTERM" if first.pipeline.step else None
+    with pytest.raises(Stopped, match="after step 2: the same command again goes on"):
+        first.train()
+    again = trainer_of(tmp_path, *length, "trainer.checkpoints.keep=null")
+    assert again.pipeline.step == 2 and "going on after step 2" in capsys.readouterr().out
+    assert again.train().num_steps == 3
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+    folder = tmp_path / "checkpoints"
+    assert f"warning: training ended after step 3, but the newest checkpoint in {folder} is of step 2, because " in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:

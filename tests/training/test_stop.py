@@ -61,6 +61,16 @@ def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     assert str(error).endswith("after step 4: nothing is saved (trainer.checkpoints.keep=null).")
 
 
+def test_a_run_that_saves_nothing_more_names_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    first = small_trainer(tmp_path)
+    ask_at(first, 3)
+    stopped(first)
+    again = small_trainer(tmp_path, keep_checkpoints=None)
+    ask_at(again, 5)
+    assert again.resume()
+    assert str(stopped(again)).endswith("after step 6: nothing after step 4 is saved (trainer.checkpoints.keep=null).")
+
+
 def test_a_stop_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
     run = small_trainer(tmp_path)
     ask_at(run, 11)

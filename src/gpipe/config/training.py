@@ -246,7 +246,8 @@ class CheckpointsConfig:
     Attributes:
         every_steps: save every n steps, and whenever the evaluation loss improves; null saves only at the end of
             training.
-        keep: the number of newest checkpoints to keep, besides the one with the least evaluation loss; null saves none.
+        keep: the number of newest checkpoints to keep, besides the one with the least evaluation loss; null saves none,
+            but still resumes from one that is there.
     """
 
     every_steps: int | None = MISSING

@@ -50,11 +50,11 @@ class Checkpoints:
     """Saves and loads a pipeline, its optimiser and its averages; every process makes one and calls the same methods.
 
     Args:
-        folder: of the checkpoints; None saves nothing.
+        folder: of the checkpoints; None saves nothing, and has none to load.
         pipeline: whose layers are saved.
         optimizer: whose state is saved.
         ema: the averages; None if there are none.
-        keep: how many of the newest checkpoints stay, beside the best.
+        keep: how many of the newest checkpoints stay, beside the best; None saves nothing.
         config: the run's settings, as JSON, which each checkpoint has.
         say: prints a warning.
 
@@ -73,7 +73,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
         *,
-        keep: int,
+        keep: int | None,
         config: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
@@ -139,18 +139,18 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot.
         """
-        if self._folder is None:
+        if (saver := self._open_saver()) is None:
             return
         with self._pipeline.job.activity.doing("rehearsing a save"):
-            self._open_saver(self._folder).rehearse(self._content(position, results))
+            saver.rehearse(self._content(position, results))
 
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
         """Begin to save, unless nothing is saved or this step is already; the following steps go on meanwhile."""
-        if self._folder is None or self.saved_step == position.step:
+        if self.saved_step == position.step or (saver := self._open_saver()) is None:
             return
         self.saved_step = position.step
         with self._pipeline.job.activity.doing(f"saving after step {position.step}"):
-            self._open_saver(self._folder).save(self._content(position, results), is_best=is_best)
+            saver.save(self._content(position, results), is_best=is_best)
 
     def wait_until_copied(self) -> None:
         """Wait until the save under way, if any, lets weights, averages and the optimiser's state change."""
@@ -180,10 +180,10 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.abandon()
 
-    def _open_saver(self, folder: Path) -> Saver:
-        """Return the saver, which makes the folder when it is made."""
-        if self._saver is None:
-            self._saver = Saver(folder, self._pipeline, keep=self._keep)
+    def _open_saver(self) -> Saver | None:
+        """Return the saver, which makes the folder when it is made; None if nothing is saved."""
+        if self._saver is None and self._folder is not None and self._keep is not None:
+            self._saver = Saver(self._folder, self._pipeline, keep=self._keep)
         return self._saver
 
     def _content(self, position: Position, results: Mapping[str, Any]) -> Content:

@@ -11,12 +11,13 @@ class Stopped(Exception):
         is_saved: whether that step has a checkpoint.
     """
 
-    def __init__(self, reason: str, step: int, *, is_saved: bool) -> None:
+    def __init__(self, reason: str, step: int, *, saved_step: int | None) -> None:
         self.step = step
-        self.is_saved = is_saved
+        self.is_saved = saved_step == step
         where = f"after step {step}" if step else "before the first step"
-        unsaved = step and not is_saved
-        end = "nothing is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
+        nothing = "nothing" if saved_step is None else f"nothing after step {saved_step}"
+        unsaved = step and not self.is_saved
+        end = f"{nothing} is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
         super().__init__(f"stopped by {reason} {where}: {end}.")
 
 

@@ -78,8 +78,8 @@ class Trainer:
         count_targets: returns the number of targets of a mini-batch, on the processes that load them; by default how
             many numbers their first tensor has.
         num_untimed_steps: first steps that the summary's speed leaves out.
-        checkpoint_folder: None saves nothing; else the end of training is saved, and the newest `keep_checkpoints` and
-            the best stay.
+        checkpoint_folder: what `resume` goes on from, and where the end of training is saved; None saves nothing.
+        keep_checkpoints: how many of the newest checkpoints stay beside the best; None saves nothing.
         save_every_steps: save every n steps, and whenever the evaluation loss improves.
         timeline_every_steps: record the timeline of every nth step after the untimed ones, and of the last step, and
             pass it to `on_timeline`.
@@ -120,7 +120,7 @@ class Trainer:
     patience: int | None = None
     checkpoint_folder: Path | None = None
     save_every_steps: int | None = None
-    keep_checkpoints: int = 3
+    keep_checkpoints: int | None = 3
     timeline_every_steps: int | None = None
     on_timeline: Callable[[Timeline], None] | None = None
     asked_to_stop: Callable[[], str | None] = lambda: None
@@ -181,6 +181,10 @@ class Trainer:
         is_out_of_patience = self.patience is not None and self._totals.num_worse >= self.patience
         return is_out_of_patience or self.pipeline.step >= self.num_steps
 
+    @property
+    def _is_saved(self) -> bool:
+        return self._checkpoints.saved_step == self.pipeline.step
+
     def resume(self, path: Path | None = None) -> bool:
         """Resume from a checkpoint, or from the newest good one in `checkpoint_folder`; return whether there is one.
 
@@ -237,6 +241,7 @@ class Trainer:
             with self._progress:
                 while not self._is_done:
                     self._train_epoch()
+                self._warn_of_old_checkpoints()
             self._checkpoints.finish()
         except Stopped:
             self._close_loaders()
@@ -255,6 +260,16 @@ class Trainer:
     def _close_loaders(self) -> None:
         for loader in (self.train_loader, *self.evaluation_loaders.values()):
             loader.close()
+
+    def _warn_of_old_checkpoints(self) -> None:
+        """Warn where the training has ended unsaved in a folder whose checkpoints would pass for its outcome."""
+        saved_step = self._checkpoints.saved_step
+        if saved_step is not None and not self._is_saved:
+            self._progress.message(
+                f"warning: training ended after step {self.pipeline.step}, but the newest checkpoint in "
+                f"{self.checkpoint_folder} is of step {saved_step}, because trainer.checkpoints.keep is null: set it to "
+                "save the end."
+            )
 
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch."""
@@ -362,7 +377,7 @@ class Trainer:
             place = self.pipeline.first_non_finite(batch)
         self._save()
         self._checkpoints.finish()
-        raise explain_non_finite(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
+        raise explain_non_finite(error, place, skipped=skipped, is_saved=self._is_saved) from None
 
     def _stop_if_asked(self, reasons: Sequence[str | None]) -> None:
         """Save and raise Stopped if a process was asked to stop; `reasons` are those of all processes."""
@@ -372,7 +387,7 @@ class Trainer:
         if self.pipeline.step > 0:
             self._save()
         self._checkpoints.finish()
-        raise Stopped(reason, self.pipeline.step, is_saved=self._checkpoints.saved_step == self.pipeline.step)
+        raise Stopped(reason, self.pipeline.step, saved_step=self._checkpoints.saved_step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
