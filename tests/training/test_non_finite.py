@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.folder import find_latest
+from gpipe.checkpoint.folder import find_best, find_latest
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
@@ -214,3 +214,11 @@ def test_a_gradient_of_one_stage_stops_all_before_the_update(tmp_path: Path, pro
     for message, is_untouched in processes.run(3, spoil_one_stage, tmp_path):
         assert message.startswith("the gradient of layers.0.0.weight in step 0 has the norm nan: all outputs of its")
         assert is_untouched
+
+
+def test_the_state_that_is_saved_right_after_the_best_evaluation_is_the_best(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, evaluate_every_steps=1)
+    poison(trainer, math.nan)
+    with pytest.raises(NonFiniteError, match="the state before that step is saved"):
+        trainer.train()
+    assert find_best(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000001"

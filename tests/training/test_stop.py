@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.folder import find_latest
+from gpipe.checkpoint.folder import find_best, find_latest
 from gpipe.training.endings import Stopped
+from gpipe.training.evaluation import EvaluationMetrics
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 from tests.support.process_pool import ProcessPool
@@ -59,6 +60,32 @@ def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     assert error.step == 4 and not error.is_saved
     assert run.train_loader.num_closed == run.evaluation_loaders["test"].num_closed == 1
     assert str(error).endswith("after step 4: nothing is saved (trainer.checkpoints.keep=null).")
+
+
+@pytest.mark.parametrize(("given", "best"), [((3.0, 1.0, 2.0), 12), ((3.0, 1.0, 4.0), 4)])
+def test_the_best_is_that_of_the_evaluations_whose_steps_were_saved(
+    tmp_path: Path, given: tuple[float, ...], best: int
+) -> None:
+    losses = iter(given)
+
+    class Losses(EvaluationMetrics):
+        """Evaluations after steps 4, 8 and 12, whose losses are given."""
+
+        def compute(self, sums: torch.Tensor) -> dict[str, float]:
+            return super().compute(sums) | {"loss": next(losses)}
+
+    folder, settings = tmp_path / "checkpoints", {"metrics": Losses(), "ema": None}
+    run = small_trainer(tmp_path, **settings)
+    ask_at(run, 3)
+    assert stopped(run).step == 4
+    assert find_best(folder) == folder / "step-00000004"
+    resumed = small_trainer(tmp_path, **settings)
+    ask_at(resumed, 5)
+    assert resumed.resume() and stopped(resumed).step == 6  # without an evaluation
+    assert find_best(folder) == folder / "step-00000004" != find_latest(folder)
+    last = small_trainer(tmp_path, **settings)
+    assert last.resume() and last.train().least_loss["step"] == 8  # which was not saved
+    assert find_best(folder) == folder / f"step-{best:08d}"
 
 
 def test_a_run_that_saves_nothing_more_names_the_step_that_it_goes_on_from(tmp_path: Path) -> None:

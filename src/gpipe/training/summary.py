@@ -71,6 +71,7 @@ class Totals:
         num_worse: evaluations since the first set's loss was least.
         scaler: the state of the loss's scaler when the checkpoint was saved; None without one.
         evaluated_step: the step after which the last evaluation was; None before the first.
+        least_saved_loss: the first set's, of all evaluations whose step was saved; None before the first.
     """
 
     seconds: float = 0.0
@@ -85,12 +86,15 @@ class Totals:
     num_skipped_steps: int = 0
     scaler: dict[str, Any] | None = None
     evaluated_step: int | None = None
+    least_saved_loss: float | None = None
     speeds: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
 
     def resumable(self) -> dict[str, Any]:
         """Return the figures that a resumed run continues, as JSON."""
         names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
-        own = {name: getattr(self, name) for name in (*names, "num_skipped_steps", "evaluated_step")}
+        own = {
+            name: getattr(self, name) for name in (*names, "num_skipped_steps", "evaluated_step", "least_saved_loss")
+        }
         return own if self.scaler is None else own | {"scaler": self.scaler}
 
     @classmethod
@@ -104,15 +108,16 @@ class Totals:
         Raises:
             ValueError: it is anything else.
         """
-        # Those of an earlier version do not know after which step the last evaluation was.
-        if {*results} - {"scaler"} | {"evaluated_step"} != {*cls().resumable()}:
+        # Those of an earlier version do not know after which step the last evaluation was, or which losses were saved.
+        if {*results} - {"scaler"} | {"evaluated_step", "least_saved_loss"} != {*cls().resumable()}:
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
                 f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."
             )
         evaluation = results["evaluation"]  # in alphabetical order, because a manifest is sorted
         ordered = {name: evaluation[name] for name in (*sets, *evaluation) if name in evaluation}
-        return cls(**{**results, "evaluation": ordered})
+        least_saved_loss = results.get("least_saved_loss", results["least_loss"].get("loss"))
+        return cls(**{**results, "evaluation": ordered, "least_saved_loss": least_saved_loss})
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""
@@ -126,10 +131,18 @@ class Totals:
         if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
             self.best_top1 = top1
 
+    def note_save(self, step: int) -> bool:
+        """Note that a step is saved; return whether no evaluated step that was saved had a smaller loss."""
+        loss = self.first("loss") if self.evaluated_step == step else None
+        if loss is None or (self.least_saved_loss is not None and loss >= self.least_saved_loss):
+            return False
+        self.least_saved_loss = loss
+        return True
+
     def forget_evaluations(self) -> None:
         """Begin as if nothing had been evaluated."""
         self.evaluation, self.evaluated_step, self.best_top1 = {}, None, None
-        self.least_loss, self.num_worse = {}, 0
+        self.least_loss, self.least_saved_loss, self.num_worse = {}, None, 0
 
     def first(self, metric: str) -> float | None:
         """Return a metric of the first evaluation set, None where there is none."""

@@ -434,7 +434,7 @@ class Trainer:
         # An evaluation may have ended the training.
         is_best = self._totals.least_loss.get("step") == step
         if self._is_done or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
-            self._save(is_best=is_best)
+            self._save()
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, and log the figures."""
@@ -473,7 +473,8 @@ class Trainer:
         with self.autocast():
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _save(self) -> None:
+        is_best = self._totals.note_save(self.pipeline.step)
         self._checkpoints.save(self._position, self._resumable(), is_best=is_best)
 
     def _resumable(self) -> dict[str, Any]:
