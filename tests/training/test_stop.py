@@ -117,6 +117,24 @@ def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path) -> Non
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
 
 
+def ask_one_in_evaluation(rank: int, folder: Path, asked: int) -> int:
+    """Train in a job of which one process is asked to stop in its first evaluation; return the finished steps."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, (2, 4), mesh=mesh, tracker=tracker)
+    loader = trainer.evaluation_loaders["test"]
+    if rank == asked:
+        trainer.asked_to_stop = lambda: "SIGTERM" if loader.num_fetched else None
+    step = stopped(trainer).step
+    trainer.pipeline.close()
+    return step
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_in_an_evaluation_costs_no_further_step(tmp_path: Path, processes: ProcessPool, asked: int) -> None:
+    assert processes.run(2, ask_one_in_evaluation, tmp_path, asked) == [4, 4]
+
+
 def compiled_trainer(folder: Path, stop_after: float = math.inf) -> tuple[Trainer, list[int]]:
     """Build a trainer of compiled layers that is asked to stop while graph number `stop_after` is compiled."""
     torch._dynamo.reset()

@@ -267,8 +267,8 @@ class Trainer:
         if saved_step is not None and not self._is_saved:
             self._progress.message(
                 f"warning: training ended after step {self.pipeline.step}, but the newest checkpoint in "
-                f"{self.checkpoint_folder} is of step {saved_step}, because trainer.checkpoints.keep is null: set it to "
-                "save the end."
+                f"{self.checkpoint_folder} is of step {saved_step}, because trainer.checkpoints.keep is null: set it "
+                "to save the end."
             )
 
     def _train_epoch(self) -> None:
@@ -296,10 +296,13 @@ class Trainer:
             else:
                 num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
                 self._log(values, report, num_targets, seconds)
-            self._after_step([note["save"] for note in notes])
+            has_evaluated = self._after_step([note["save"] for note in notes])
             if self._is_done:
                 return
-            self._stop_if_asked([note["stop"] for note in notes])
+            reasons = [note["stop"] for note in notes]
+            if has_evaluated:  # which takes long: who was asked meanwhile should not wait for another step
+                reasons += self.pipeline.job.gather_all(self.asked_to_stop())
+            self._stop_if_asked(reasons)
             started = time.perf_counter()
 
     @contextmanager
@@ -416,8 +419,8 @@ class Trainer:
         self._tracker.log({**line, "peak_memory_bytes": status.peak_memory_bytes})
         self._progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
-    def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> None:
-        """Start the next epoch where this one ends, then evaluate and save where they are due.
+    def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> bool:
+        """Start the next epoch where this one ends, evaluate and save where due, and return whether it evaluated.
 
         So a checkpoint at the end of an epoch has the epoch's evaluation, and a resumed run need not repeat it.
         `saves` are the statuses of the save under way, of all processes.
@@ -429,12 +432,14 @@ class Trainer:
             self._epoch, self._batch = self._epoch + 1, 0
         is_last = self._is_done and (every_epochs is not None or every_steps is not None)
         is_due = is_last or _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs))
-        if is_due and self.evaluation_loaders:
+        evaluates = is_due and bool(self.evaluation_loaders)
+        if evaluates:
             self._evaluate()
         # An evaluation may have ended the training.
         is_best = self._totals.least_loss.get("step") == step
         if self._is_done or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
             self._save()
+        return evaluates
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, and log the figures."""
