@@ -68,6 +68,20 @@ def test_the_plain_model_computes_the_same_as_the_pipeline(
     assert [path.name for path in output.parent.glob(".*")] == []
 
 
+@pytest.mark.parametrize(("options", "is_stale"), [([], False), (["--weights"], True)])
+def test_weights_whose_batch_norms_were_never_estimated_are_exported_with_a_warning(
+    trained: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], is_stale: bool
+) -> None:
+    config = CONFIG | {"trainer": {"evaluation": {"statistics_batches": 8, "raw": False}}}
+    checkpoint = trained.save(tmp_path, POSITION, config=config, results={"evaluated_step": POSITION.step})
+    assert main(["export", str(checkpoint), "--output", str(tmp_path / "model.safetensors"), *options]) == 0
+    said = (
+        f"warning: {checkpoint} was evaluated with trainer.evaluation.raw=false: beside the averages, the batch norms"
+    )
+    warned = capsys.readouterr().err
+    assert warned.startswith(said) if is_stale else warned == ""
+
+
 def test_timm_loads_the_exported_file(tmp_path: Path) -> None:
     size = {"num_layers": 3, "num_filters": 16, "num_classes": 10}
     model = gpipe.models.amoebanet_d(**size)

@@ -34,7 +34,7 @@ def test_the_figures_are_those_of_the_run_and_nothing_is_left_behind(folder: Pat
     before = sorted(folder.rglob("*"))
     done = start(folder, "evaluate=runs/train", "pipeline.num_stages=2", f"launch={launch}", "launch.device=cpu")
     assert done.returncode == 0, done.stderr
-    record = json.loads((run_folder(folder) / "record.json").read_text())
+    record = json.loads((run_folder(folder, "train") / "record.json").read_text())
     expected = record["results"]["evaluation"]["test"]
     assert figures(done.stdout) == pytest.approx(expected, abs=6e-5)
     assert "raw_top1" in expected and "after 3 steps, on fashion_mnist_embedded" in done.stdout
@@ -56,6 +56,15 @@ def test_a_checkpoint_behind_the_last_evaluation_gets_the_statistics_of_its_weig
         expected = {name.removeprefix("test/"): value for name, value in row.items() if name.startswith("test/")}
         for name, value in figures(done.stdout).items():
             assert value == pytest.approx(expected[name], abs=6e-5), (step, name)
+
+
+def test_weights_that_were_trained_without_raw_figures_get_the_statistics_of_their_own(folder: Path) -> None:
+    done = start(folder, *TINY, "name=quiet", "trainer.evaluation.raw=false")
+    assert done.returncode == 0, done.stderr
+    done = start(folder, "evaluate=runs/quiet", "trainer.evaluation.raw=true", "launch.device=cpu")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    record = json.loads((run_folder(folder, "train") / "record.json").read_text())  # of the run with raw figures
+    assert figures(done.stdout) == pytest.approx(record["results"]["evaluation"]["test"], abs=6e-5)
 
 
 def test_an_evaluation_on_other_images_says_that_the_statistics_lag(tmp_path: Path) -> None:

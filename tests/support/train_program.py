@@ -49,9 +49,9 @@ def train_here(folder: Path, *overrides: str) -> None:
     launch_training(to_run(compose("train", overrides=list(overrides))), run, [])
 
 
-def run_folder(folder: Path) -> Path:
-    """Return the one run's folder."""
-    (found,) = (folder / "runs").glob("*/*")
+def run_folder(folder: Path, name: str = "*") -> Path:
+    """Return the folder of the one run of that name."""
+    (found,) = (folder / "runs").glob(f"{name}/*")
     return found
 
 

@@ -18,6 +18,7 @@ from gpipe.checkpoint.folder import find_checkpoint
 from gpipe.checkpoint.format import parse_layer
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import export, find_damage
+from gpipe.checkpoint.stale_statistics import describe_stale_statistics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kind = export(checkpoint, output, averages=not options.weights)
                 what = "moving averages of the weights" if kind == "ema" else "weights"
                 print(f"{output}: the {what} of {checkpoint}")
+                if (stale := describe_stale_statistics(checkpoint, Manifest.read(checkpoint), kind)) is not None:
+                    print(f"warning: {stale}", file=sys.stderr)
     except (CheckpointError, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

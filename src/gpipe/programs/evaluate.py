@@ -48,8 +48,8 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path) -> None:
     """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
 
-    Batch norms have the statistics that were saved, if an evaluation had estimated those. Else, in a checkpoint behind
-    the last evaluation, they are estimated here, as before an evaluation of the training.
+    Batch norms have the statistics that were saved, if an evaluation had estimated those. Else they are estimated here,
+    as before an evaluation of the training.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -57,13 +57,13 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     """
     from gpipe.checkpoint.manifest import Manifest
     from gpipe.checkpoint.read import load_checkpoint
+    from gpipe.checkpoint.stale_statistics import describe_stale_statistics
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
     from gpipe.programs.chosen_checkpoint import refuse_other_files
     from gpipe.programs.class_names import describe_other_labels
     from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import build_autocast, settle_precision
-    from gpipe.programs.trained import describe_stale_statistics
     from gpipe.programs.workloads import workload_of
     from gpipe.training.checkpoints import get_tensors
     from gpipe.training.ema import Ema
@@ -84,17 +84,21 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     manifest = load_checkpoint(checkpoint, pipeline, get_tensors(pipeline, ema))
 
     def estimate(own: nn.ModuleDict | None) -> None:
-        if statistics_loader is not None and settings.statistics_batches is not None:
+        kind = "weights" if own is None else "ema"
+        if statistics_loader is not None and settings.statistics_batches is not None and kind in stale:
             with build_autocast(run.trainer.autocast, place.device_type)():
                 estimate_statistics(pipeline, statistics_loader, settings.statistics_batches, own)
 
     statistics_loader = None
-    if (stale := describe_stale_statistics(checkpoint, manifest)) is not None:
+    kinds = ["weights"] if ema is None else ["ema"] if settings.raw is False else ["ema", "weights"]
+    sentences = {kind: describe_stale_statistics(checkpoint, manifest, kind) for kind in kinds}
+    stale = {kind: sentence for kind, sentence in sentences.items() if sentence is not None}
+    if stale:
         if same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]}):
             statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:
-            print(f"warning: {stale}", file=sys.stderr)
+            print(f"warning: {next(iter(stale.values()))}", file=sys.stderr)
     if place.is_main and (other := describe_other_labels(str(checkpoint), manifest, workload.class_names)) is not None:
         print(f"warning: {other}: labels are compared by their numbers", file=sys.stderr)
     evaluation = evaluate_on_all(

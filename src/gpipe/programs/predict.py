@@ -17,6 +17,7 @@ from PIL import Image
 from torch import nn
 
 from gpipe.checkpoint.read import load_layers
+from gpipe.checkpoint.stale_statistics import describe_stale_statistics
 from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig
 from gpipe.config.predict import PredictConfig
 from gpipe.config.saved import from_plain
@@ -27,7 +28,7 @@ from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
 from gpipe.programs.class_names import read_class_names
 from gpipe.programs.complete import without_fetching
-from gpipe.programs.trained import describe_stale_statistics, find_trained
+from gpipe.programs.trained import find_trained
 from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
 from gpipe.programs.workloads.image_classification import ImageClassification
@@ -101,7 +102,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
         CheckpointError: it is damaged.
     """
     path, manifest = find_trained(checkpoint, AmoebaNetConfig.family, TimmConfig.family)
-    if (stale := describe_stale_statistics(path, manifest)) is not None:
+    kind = "ema" if "ema" in manifest.tensors else "weights"
+    if (stale := describe_stale_statistics(path, manifest, kind)) is not None:
         print(f"warning: {stale}", file=sys.stderr)
     run = without_fetching(from_plain(manifest.config))
     workload = workload_of(run)

@@ -13,7 +13,6 @@ from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer
 from gpipe.programs.build import build_layers
 from gpipe.programs.chosen_checkpoint import choose_checkpoint
-from gpipe.programs.workloads import workload_of
 from gpipe.programs.workloads.kept_tokenizer import TOKENIZER_FILE
 
 
@@ -66,24 +65,6 @@ def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
             "name a run that trained such a model."
         )
     return path, manifest
-
-
-def describe_stale_statistics(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Say that a checkpoint's batch norms have moving averages, which lag; None where an evaluation has replaced them.
-
-    Nobody knows of checkpoints of a version that did not remember the last evaluation, or of a model without batch
-    norm: None.
-    """
-    run = from_plain(manifest.config)
-    step = manifest.position.step
-    found: int | None = manifest.results.get("evaluated_step", step)
-    if found == step or run.trainer.evaluation.statistics_batches is None or not workload_of(run).has_batch_norm:
-        return None
-    since = "without an evaluation" if found is None else f"{step - found} steps after its last evaluation"
-    return (
-        f"{checkpoint} was saved {since}: its batch norms have moving averages, which lag behind the weights, so "
-        "figures may be far off; name a checkpoint that was evaluated, or resume the run, which ends with an evaluation"
-    )
 
 
 def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:

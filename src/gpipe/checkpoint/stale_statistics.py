@@ -1,0 +1,49 @@
+"""Batch norms of a checkpoint that have moving averages, where an evaluation would have had estimates."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpipe.checkpoint.manifest import Manifest
+
+
+def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -> str | None:
+    """Say that the batch norms of a checkpoint's tensors have moving averages, which lag behind the weights.
+
+    Nobody knows of checkpoints of a version that did not remember the last evaluation.
+
+    Args:
+        checkpoint: its folder.
+        manifest: what it is.
+        kind: "ema" or "weights".
+
+    Returns:
+        A sentence with a remedy, without a full stop; None where an evaluation has replaced the moving averages, where
+        the run never estimates, or where there are no batch norms.
+    """
+    names = manifest.tensors.get(kind, {})
+    settings = _read_settings(manifest.config)
+    if settings.get("statistics_batches") is None or not any(name.endswith(".running_mean") for name in names):
+        return None
+    step = manifest.position.step
+    found: int | None = manifest.results.get("evaluated_step", step)
+    lag = "have moving averages, which lag behind the weights, so figures may be far off"
+    if found != step:
+        since = "without an evaluation" if found is None else f"{step - found} steps after its last evaluation"
+        return (
+            f"{checkpoint} was saved {since}: its batch norms {lag}; name a checkpoint that was evaluated, or resume "
+            "the run, which ends with an evaluation"
+        )
+    if kind == "weights" and "ema" in manifest.tensors and settings.get("raw") is False:
+        return (
+            f"{checkpoint} was evaluated with trainer.evaluation.raw=false: beside the averages, the batch norms of "
+            f"the weights themselves {lag}; use the averages, or evaluate with trainer.evaluation.raw=true in training"
+        )
+    return None
+
+
+def _read_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of evaluations; of another program's checkpoint none."""
+    trainer = config.get("trainer")
+    settings = trainer.get("evaluation") if isinstance(trainer, Mapping) else None
+    return settings if isinstance(settings, Mapping) else {}
