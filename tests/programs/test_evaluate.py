@@ -67,6 +67,27 @@ def test_weights_that_were_trained_without_raw_figures_get_the_statistics_of_the
     assert figures(done.stdout) == pytest.approx(record["results"]["evaluation"]["test"], abs=6e-5)
 
 
+def test_statistics_of_another_number_of_mini_batches_are_those_of_a_run_that_took_as_many(folder: Path) -> None:
+    setting = "trainer.evaluation.statistics_batches=1"
+    done = start(folder, *TINY, "name=hasty", setting)
+    assert done.returncode == 0, done.stderr
+    done = start(folder, "evaluate=runs/train", setting, "launch.device=cpu")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    hasty, usual = (
+        json.loads((run_folder(folder, name) / "record.json").read_text())["results"]["evaluation"]["test"]
+        for name in ("hasty", "train")
+    )
+    assert figures(done.stdout) == pytest.approx(hasty, abs=6e-5) != pytest.approx(usual, abs=6e-5)
+
+
+def test_batch_norms_that_are_not_to_be_estimated_are_told_where_they_lag(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "trainer.evaluation.every_epochs=null", "trainer.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    done = start(tmp_path, "evaluate=runs/train", "trainer.evaluation.statistics_batches=null", "launch.device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "was saved without an evaluation: its batch norms have moving averages" in done.stderr
+
+
 def test_an_evaluation_on_other_images_says_that_the_statistics_lag(tmp_path: Path) -> None:
     done = start(tmp_path, *TINY, "trainer.evaluation.every_epochs=null", "trainer.max_steps=1")
     assert done.returncode == 0, done.stderr
@@ -81,6 +102,10 @@ def test_an_evaluation_on_other_images_says_that_the_statistics_lag(tmp_path: Pa
         (["evaluate=nowhere"], "error: evaluate is nowhere, which has no checkpoint"),
         (["evaluate=runs/train", "model.num_filters=16"], "error: model.num_filters=16 is said beside evaluate"),
         (["evaluate=runs/train", "data=food101", "data.root=."], "error: data.name is food101, which has 101 classes"),
+        (
+            ["evaluate=runs/train", "data.max_images=10", "trainer.evaluation.statistics_batches=1"],
+            "error: trainer.evaluation.statistics_batches is 1, but statistics are estimated on the data of the ",
+        ),
         (["-m", "evaluate=runs/train", "seed=0"], "error: evaluate is runs/train in a sweep, expected null"),
     ],
 )

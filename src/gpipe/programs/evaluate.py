@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gpipe.config import RunConfig, to_plain
+from gpipe.config import ConfigError, RunConfig, to_plain
 from gpipe.config.evaluated import to_evaluated
 from gpipe.config.run import refuse_open
+from gpipe.config.saved import from_plain
 from gpipe.launch import garbage_collection, processes
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place
 from gpipe.programs.train import describe_processes
-from gpipe.records import same_settings
+from gpipe.records import WHEREABOUTS, differences, same_settings
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from gpipe.checkpoint.manifest import Manifest
 
 
 def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[str]) -> None:
@@ -38,8 +41,15 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
         from gpipe.programs.complete import check_run_data, without_fetching
 
         path = choose_checkpoint("evaluate", composed.evaluate)
-        run = without_fetching(to_evaluated(composed, Manifest.read(path).config, overrides))
+        manifest = Manifest.read(path)
+        run = without_fetching(to_evaluated(composed, manifest.config, overrides))
         check_run_data(run)
+        if _wants_estimates(run, manifest) and not _has_training_data(run, manifest):
+            found = differences({"data": manifest.config["data"]}, {"data": to_plain(run)["data"]}, WHEREABOUTS)
+            raise ConfigError(
+                f"trainer.evaluation.statistics_batches is {run.trainer.evaluation.statistics_batches}, but statistics "
+                f"are estimated on the data of the training ({'; '.join(found)}): leave it out."
+            )
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(evaluate_in_process, describe_processes(run, folder), run, path)
@@ -49,7 +59,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
 
     Batch norms have the statistics that were saved, if an evaluation had estimated those. Else they are estimated here,
-    as before an evaluation of the training.
+    as before an evaluation of the training, and also where another number of mini-batches is wanted than there.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -84,8 +94,8 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     manifest = load_checkpoint(checkpoint, pipeline, get_tensors(pipeline, ema))
 
     def estimate(own: nn.ModuleDict | None) -> None:
-        kind = "weights" if own is None else "ema"
-        if statistics_loader is not None and settings.statistics_batches is not None and kind in stale:
+        is_due = wants_estimates or ("weights" if own is None else "ema") in stale
+        if is_due and statistics_loader is not None and settings.statistics_batches is not None:
             with build_autocast(run.trainer.autocast, place.device_type)():
                 estimate_statistics(pipeline, statistics_loader, settings.statistics_batches, own)
 
@@ -93,11 +103,12 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     kinds = ["weights"] if ema is None else ["ema"] if settings.raw is False else ["ema", "weights"]
     sentences = {kind: describe_stale_statistics(checkpoint, manifest, kind) for kind in kinds}
     stale = {kind: sentence for kind, sentence in sentences.items() if sentence is not None}
-    if stale:
-        if same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]}):
+    wants_estimates = _wants_estimates(run, manifest) and workload.has_batch_norm
+    if wants_estimates or stale:
+        if settings.statistics_batches is not None and _has_training_data(run, manifest):
             statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
             statistics_loader.set_epoch(manifest.position.epoch)
-        elif place.is_main:
+        elif place.is_main:  # what is wanted on other data was refused before
             print(f"warning: {next(iter(stale.values()))}", file=sys.stderr)
     if place.is_main and (other := describe_other_labels(str(checkpoint), manifest, workload.class_names)) is not None:
         print(f"warning: {other}: labels are compared by their numbers", file=sys.stderr)
@@ -118,3 +129,13 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     for loader in loaders.values():
         loader.close()
     pipeline.close()
+
+
+def _wants_estimates(run: RunConfig, manifest: Manifest) -> bool:
+    """Return whether batch norms are to have the statistics of another number of mini-batches than in training."""
+    trained = from_plain(manifest.config).trainer.evaluation.statistics_batches
+    return run.trainer.evaluation.statistics_batches not in (None, trained)
+
+
+def _has_training_data(run: RunConfig, manifest: Manifest) -> bool:
+    return same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]})
