@@ -95,20 +95,17 @@ def test_a_run_that_goes_on_from_another_has_a_length_and_a_learning_rate_of_its
     )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "limit"),
-    [
-        (["trainer.max_steps=2"], "trainer.max_steps=2: raise it."),
-        (["trainer.evaluation.patience=1"], "trainer.evaluation.patience=1: raise it, or set it to null."),
-    ],
-)
-def test_a_run_that_would_end_at_once_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], limit: str
-) -> None:
-    other = leave(tmp_path / "other", results={"num_worse": 1})
-    message = fail(run_of(*overrides, f"trainer.resume_from={other}"), tmp_path, capsys)
-    said = f"trainer.resume_from is {other}, which has finished step 2: nothing is left to train with {limit}\n"
-    assert message == f"error: {said}"
+def test_a_run_that_would_end_at_once_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = leave(tmp_path / "other")
+    message = fail(run_of("trainer.max_steps=2", f"trainer.resume_from={other}"), tmp_path, capsys)
+    said = f"trainer.resume_from is {other}, which has finished step 2: nothing is left to train with "
+    assert message == f"error: {said}trainer.max_steps=2: raise it.\n"
+
+
+def test_a_run_that_ended_by_patience_is_gone_on_from(tmp_path: Path) -> None:
+    other = leave(tmp_path / "other", "trainer.evaluation.patience=1", results={"num_worse": 1})
+    words = ("trainer.evaluation.patience=1", f"trainer.resume_from={other}", "trainer.dry_run=true")
+    launch_training(run_of(*words), tmp_path, [])
 
 
 def test_the_run_that_a_folder_of_runs_means_is_in_the_settings(tmp_path: Path) -> None:

@@ -201,6 +201,10 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
     assert next(Losses.given) == 1.0
     again = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2, ema=None)
     assert again.resume() and again.train().num_steps == 16  # what has ended stays so
+    Losses.given = iter([3.0, 3.0, 3.0])
+    other = small_trainer(tmp_path / "other", num_epochs=9, metrics=Losses(), patience=2, ema=None)
+    assert other.resume(find_latest(tmp_path / "checkpoints"))
+    assert other.train().num_steps == 28  # another run has its own patience
     assert small_trainer(tmp_path / "patient", num_epochs=2, patience=2).train().num_steps == 8
 
 

@@ -33,14 +33,15 @@ def check_checkpoints(run: RunConfig) -> None:
 
 
 def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
-    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own."""
-    position, patience = saved.position, trainer.evaluation.patience
+    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own.
+
+    Patience begins anew, whatever the other run had left of it.
+    """
+    position = saved.position
     reached = {
         f"trainer.num_epochs={trainer.num_epochs}: raise it": position.epoch >= trainer.num_epochs,
         f"trainer.max_steps={trainer.max_steps}: raise it": trainer.max_steps is not None
         and position.step >= trainer.max_steps,
-        f"trainer.evaluation.patience={patience}: raise it, or set it to null": patience is not None
-        and saved.results.get("num_worse", 0) >= patience,
     }
     if limits := [limit for limit, is_reached in reached.items() if is_reached]:
         raise ConfigError(
