@@ -142,6 +142,16 @@ def test_of_a_log_in_a_message_the_last_line_is_said(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "error: Job failed with trace:\nKeyError: 3\nSee job.err\n"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_file_for_which_there_is_no_room_is_named_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    with pytest.raises(SystemExit), report_errors():
+        raise OSError(number, os.strerror(number), "here/record.json")
+    remedy = "make room there, or raise the limit, and start the same command again."
+    assert capsys.readouterr().err == f"error: here/record.json cannot be written ({os.strerror(number)}): {remedy}\n"
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), report_errors(debug=True):
         raise ValueError("cause")

@@ -306,6 +306,17 @@ def test_a_search_that_evaluates_nothing_is_refused_before_the_first_job() -> No
         SweepEnd().on_multirun_start(compose("train", overrides=words, return_hydra_config=True))
 
 
+def test_a_damaged_record_of_a_job_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "03_seed1" / RECORD_FILE
+    path.parent.mkdir()
+    write_outcome(path.parent, Outcome("done", ["seed=1"], "digits"))
+    path.write_text('{"kind": "meas')
+    with pytest.raises(ValueError, match="is not the record of a job") as error:
+        read_jobs(tmp_path)
+    fault = "Unterminated string starting at: line 1 column 10 (char 9)"
+    assert str(error.value) == f"{path} is not the record of a job ({fault}): delete it, and start the sweep again."
+
+
 def test_a_launcher_without_a_sweep_is_refused() -> None:
     SweepEnd().on_run_start(compose("train", return_hydra_config=True))
     config = compose("train", overrides=["hydra/launcher=submitit_local"], return_hydra_config=True)

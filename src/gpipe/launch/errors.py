@@ -72,8 +72,7 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / ERROR_FILE).open("x", encoding="utf-8") as file:
-                file.write(f"error: {message}\n\n{trace}")
+            _write_new(folder / ERROR_FILE, f"error: {message}\n\n{trace}")
             message += f"\n(traceback: {folder / ERROR_FILE})"
         except FileExistsError:
             return
@@ -84,6 +83,17 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
     elif not _is_first_to_report():
         return
     print(trace if full else f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet; where the disk is full, none stays."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 def _wait_for_teller(folder: Path | None) -> None:
@@ -129,6 +139,9 @@ def _sentence(error: Exception) -> str:
         )
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
         return f"{error.filename} cannot be made or opened ({error.strerror}): name another file or folder."
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "make room there, or raise the limit, and start the same command again"
+        return f"{error.filename} cannot be written ({error.strerror}): {remedy}."
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return (
             f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."

@@ -71,18 +71,29 @@ def read_jobs(folder: Path) -> list[SweepJob]:
     """Read the jobs in a sweep's folder that have ended, in the order of their settings.
 
     Raises:
-        ValueError: the file of an outcome is damaged.
+        ValueError: the file of an outcome or a record is damaged.
     """
     jobs = []
     for path in folder.glob(f"*/{OUTCOME_FILE}"):
         outcome = _read_outcome(path)
         record = path.with_name(RECORD_FILE)
-        jobs.append(
-            SweepJob(
-                outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None
-            )
-        )
+        is_recorded = outcome.status == "done" and record.exists()
+        jobs.append(SweepJob(outcome, path.parent, read_job_record(record) if is_recorded else None))
     return sorted(jobs, key=lambda job: [_order(override) for override in job.outcome.overrides])
+
+
+def read_job_record(path: Path) -> Record:
+    """Read the record of a job.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        (record,) = read_records(path)
+    except ValueError as error:
+        what = str(error.__cause__ or error).rstrip(".")
+        raise ValueError(f"{path} is not the record of a job ({what}): delete it, and start the sweep again.") from None
+    return record
 
 
 @cache

@@ -32,9 +32,9 @@ from gpipe.environment_secrets import redact
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
-from gpipe.programs.jobs import Outcome, describe_best, read_jobs, summarize, write_outcome
+from gpipe.programs.jobs import Outcome, describe_best, read_job_record, read_jobs, summarize, write_outcome
 from gpipe.programs.resume import CONFIG_FILE, clear
-from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_records
+from gpipe.records import RECORD_FILE, Record, command_line, is_reusable
 
 OVERRIDES_FILE = "overrides.txt"
 
@@ -194,12 +194,11 @@ def _record(folder: Path, run: RunConfig) -> Record | None:
     path = folder / RECORD_FILE
     if not path.exists() or not is_reusable(read_yaml(folder / CONFIG_FILE), to_plain(run)):
         return None
-    (record,) = read_records(path)
-    return record
+    return read_job_record(path)
 
 
 def _reason(folder: Path) -> str:
     """Return the message of the error that ended a job."""
     path = folder / ERROR_FILE
     first, _, _ = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
-    return first.removeprefix("error: ") or "see its message above"  # on a full disk the file may be empty
+    return first.removeprefix("error: ") or "see its message above"  # on a full disk there is no file
