@@ -3,15 +3,19 @@
 import functools
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.folder import find_best, find_latest
+from gpipe.checkpoint.saver import Saver
+from gpipe.checkpoint.writer import Snapshot
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
@@ -214,6 +218,36 @@ def test_a_gradient_of_one_stage_stops_all_before_the_update(tmp_path: Path, pro
     for message, is_untouched in processes.run(3, spoil_one_stage, tmp_path):
         assert message.startswith("the gradient of layers.0.0.weight in step 0 has the norm nan: all outputs of its")
         assert is_untouched
+
+
+def test_an_evaluation_behind_a_skipped_step_leaves_the_save_under_way_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_trainer(tmp_path / "oracle", max_steps=1, evaluate_every_epochs=None).train()
+    settings = {"statistics_loader": RandomImages(), "num_statistics_batches": 1, "save_every_steps": 1}
+    trainer = small_trainer(tmp_path, max_steps=2, non_finite="skip", max_skipped_steps=1, **settings)
+    poison(trainer, math.nan)
+    is_awaited, copy, wait = threading.Event(), Snapshot.copy, Saver.wait_until_copied
+    log = trainer.tracker.log
+
+    def note_wait(saver: Saver) -> None:
+        if saver.is_busy:
+            is_awaited.set()
+        wait(saver)
+
+    def note_evaluation(values: dict[str, Any]) -> None:
+        if "test/loss" in values:  # too late: it has changed the averages' batch norms
+            is_awaited.set()
+        log(values)
+
+    trainer.tracker.log = note_evaluation
+    monkeypatch.setattr(Snapshot, "copy", lambda snapshot: (is_awaited.wait(), copy(snapshot)))
+    monkeypatch.setattr(Saver, "wait_until_copied", note_wait)
+    trainer.train()
+    name = "checkpoints/step-00000001/ema-0.safetensors"
+    found, expected = (load_file(folder / name) for folder in (tmp_path, tmp_path / "oracle"))
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
 
 
 def test_the_state_that_is_saved_right_after_the_best_evaluation_is_the_best(tmp_path: Path) -> None:

@@ -474,6 +474,7 @@ class Trainer:
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
             return
+        self._checkpoints.wait_until_copied()  # behind a skipped step, a save may not have copied the averages yet
         self.statistics_loader.set_epoch(self._epoch)
         with self.autocast():
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
