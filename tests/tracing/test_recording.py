@@ -365,6 +365,48 @@ def test_what_is_more_than_operations_stays_whole(kind: type[Parts], precision: 
         assert parameter.grad is None or torch.equal(parameter.grad, twin.grad), name
 
 
+class Asks(nn.Module):
+    """Doubles what it returns in a context of torch."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        super().__init__()
+        self.linear, self.name, self.args = nn.Linear(4, 4), name, args
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = getattr(torch, self.name)(*self.args)
+        return self.linear(x) * (2 if found in (True, torch.float16) else 1)
+
+
+QUERIES = [
+    ("is_grad_enabled",),
+    ("is_inference_mode_enabled",),
+    ("is_autocast_enabled", "cpu"),
+    ("is_autocast_cache_enabled",),
+    ("get_autocast_dtype", "cpu"),
+]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query[0])
+def test_a_submodule_that_asks_for_a_context_of_torch_is_one_operation(query: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Asks(*query), nn.Linear(4, 4)), torch.randn(6, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Asks"]
+    contexts = torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.float16, cache_enabled=False)
+    for context in contexts:
+        with context:
+            assert torch.equal(layers(x), model(x))
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query[0])
+def test_a_model_that_asks_for_a_context_of_torch_is_refused_with_the_line(query: tuple[str, ...]) -> None:
+    function = getattr(torch, query[0])
+    said = rf"^Asks cannot be cut into layers: .*test_recording\.py, line \d+: asks torch\.{query[0]}, which depends on"
+    with pytest.raises(TracingError, match=said):
+        gpipe.as_layers(Asks(*query), torch.zeros(2, 4))
+    assert getattr(torch, query[0]) is function
+
+
 class Choosing(Parts):
     """Looks at what a recurrent layer returns."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,22 @@ class TracedMode:
         return self.tracer.decide()
 
 
+_CONTEXT_QUERIES = (
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+    "is_autocast_enabled",
+    "is_autocast_cpu_enabled",
+    "is_autocast_cache_enabled",
+    "get_autocast_dtype",
+    "get_autocast_cpu_dtype",
+    "get_autocast_gpu_dtype",
+)
+"""Functions of torch that say in which contexts code runs: a pipeline runs its layers in others than the recording."""
+
+
 @contextmanager
 def refusing(tracer: Tracer) -> Iterator[None]:
-    """Refuse what a layer would not do as the model does: own backwards, and contexts of autocast.
+    """Refuse what a layer would not do as the model does: own backwards, autocast, and decisions by contexts.
 
     And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not.
     """
@@ -53,6 +66,18 @@ def refusing(tracer: Tracer) -> Iterator[None]:
             raise Undecided("enters torch.autocast, which its layers would not")
         return enter(context)  # type: ignore[no-untyped-call]
 
+    def ask_traced(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            # Torch's own code asks too, and chooses between ways to compute the same.
+            if tracer.is_recording and not sys._getframe(1).f_code.co_filename.startswith((OURS, TORCHS)):
+                raise Undecided(f"asks torch.{name}, which depends on who runs it")
+            return ask(*args, **kwargs)
+
+        return asked
+
+    asking = {name: getattr(torch, name) for name in _CONTEXT_QUERIES}
+    for name, ask in asking.items():
+        setattr(torch, name, ask_traced(name, ask))
     torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
     torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
     builtins.isinstance = check_traced
@@ -60,6 +85,8 @@ def refusing(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         builtins.isinstance = check
+        for name, ask in asking.items():
+            setattr(torch, name, ask)
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
