@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -125,6 +126,37 @@ def test_a_loss_may_depend_on_weights_of_layers() -> None:
     pipeline.train_step(batch())
     alone = build(layers, lambda _, __: layers[1].weight.sum())
     assert alone.train_step(batch()).loss == pytest.approx(layers[1].weight.sum().item())
+
+
+class Keeping(nn.Linear):
+    """Keeps a number for the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        self.kept = outputs.square().mean()
+        return outputs
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_loss_may_read_what_a_layer_of_the_last_stage_keeps(mode: str) -> None:
+    torch.manual_seed(0)
+    layers, (inputs, targets) = nn.Sequential(nn.Linear(3, 3), Keeping(3, 3), nn.Linear(3, 3)), batch()
+    plain = copy.deepcopy(layers)
+    build(
+        layers, lambda outputs, targets: F.cross_entropy(outputs, targets) + layers[1].kept, rematerialize=mode
+    ).train_step((inputs, targets))
+    for begin in (2, 0):
+        outputs = plain(inputs[begin : begin + 2])
+        ((F.cross_entropy(outputs, targets[begin : begin + 2]) + plain[1].kept) / 2).backward()
+    for (name, parameter), twin in zip(layers.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, twin.grad), name
+
+
+def test_a_loss_that_reads_what_a_layer_of_another_stage_keeps_is_told_to_let_it_travel() -> None:
+    layers = nn.Sequential(Keeping(3, 3), nn.Linear(3, 3))
+    pipeline = build(layers, lambda outputs, targets: F.cross_entropy(outputs, targets) + layers[0].kept)
+    with pytest.raises(gpipe.PipelineError, match=r"layer of an earlier stage computed and kept; return it along with"):
+        pipeline.train_step(batch())
 
 
 def test_inputs_and_targets_that_require_gradients_are_refused() -> None:

@@ -83,7 +83,10 @@ class _NotSavedError(RuntimeError):
 
 
 def _refuse_to_restore(_: Any) -> Tensor:
-    raise _NotSavedError("a layer differentiates in its forward, whose graph keeps no tensors")
+    raise _NotSavedError(  # where it is the layer's own forward that differentiates, the caller runs that again
+        "the loss or a layer reads a tensor that a layer of an earlier stage computed and kept; return it along with "
+        "that layer's outputs, so that it travels"
+    )
 
 
 _WITHOUT_SAVED_TENSORS = saved_tensors_hooks(id, _refuse_to_restore)

@@ -147,7 +147,8 @@ def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tens
     own = set(map(id, (*known, *outputs.tensors)))
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad" and id(leaf := node.variable) not in own:
+        # An empty leaf has nothing to train: a stage's graph begins at one.
+        if type(node).__name__ == "AccumulateGrad" and id(leaf := node.variable) not in own and leaf.numel() > 0:
             raise ValueError(
                 f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and belongs to no "
                 "layer of the last stage, so the pipeline would not train it; put it into the last layer, or freeze it "
