@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpipe.pipeline.microbatch import replicated, split_along
 from gpipe.planning.profile import LayerCost, analyze_layers, profile_layers
 from gpipe.planning.timing import measure_layers
 
@@ -158,6 +160,14 @@ def test_a_layer_that_cannot_be_copied_is_named_with_the_remedy() -> None:
 def test_integer_inputs_are_described() -> None:
     (cost,) = analyze_layers(nn.Sequential(nn.Embedding(10, 4)), torch.zeros(2, 3, dtype=torch.int64))
     assert (cost.flops, cost.output_bytes) == (0, 4 * 2 * 3 * 4)
+
+
+@both
+def test_an_example_with_marks_costs_what_its_tensors_cost(analysis: Analysis) -> None:
+    layers, x = nn.Sequential(nn.Linear(3, 4)), torch.ones(5, 2, 3)
+    expected = [replace(cost, seconds=None) for cost in analysis(layers, x)]
+    for marked in (split_along(x, 1), replicated(x)):
+        assert [replace(cost, seconds=None) for cost in analysis(layers, marked)] == expected
 
 
 @both

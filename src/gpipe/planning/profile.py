@@ -137,7 +137,8 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
 
     Args:
         layers: the whole model, in order.
-        example: an input of the first layer, with the shapes and types of a micro-batch; only those are looked at.
+        example: an input of the first layer, with the shapes and types of a micro-batch; only those are looked at. It
+            may have the marks of `gpipe.split_along` and `gpipe.replicated`.
 
     Raises:
         ValueError: a layer cannot be described without data, such as one that looks at the values of its input.

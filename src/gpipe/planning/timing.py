@@ -70,7 +70,8 @@ def measure_layers(
 
     Args:
         layers: the whole model, in order, on one device.
-        example: an input of the first layer, as large as a micro-batch, on that device.
+        example: an input of the first layer, as large as a micro-batch, on that device, with the marks of
+            `gpipe.split_along` and `gpipe.replicated` or without.
         repeats: number of timed runs per layer, after one that is not timed; the median counts.
         on_layer: called with each layer's seconds as soon as they are known.
 
@@ -78,7 +79,7 @@ def measure_layers(
         ValueError: `repeats` is below 1, a layer cannot be described without data or run on the example, or is itself
             on the meta device, where time has no meaning.
     """
-    tensors = chain(Payload.of(example).tensors, layers.parameters(), layers.buffers())
+    tensors = chain(Payload.of_mini_batch(example)[0].tensors, layers.parameters(), layers.buffers())
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:
         raise ValueError("The layers or the example are on the meta device; move both to a real one to time them.")
@@ -133,7 +134,7 @@ class LayerTimer:
         Raises:
             ValueError: a layer cannot run on the example.
         """
-        payload, targets = Payload.of(example[0]), example[1]
+        payload, targets = Payload.of_mini_batch(example[0])[0], example[1]
         found: list[LayerTiming] = []
         seen: set[nn.Parameter] = set()  # an earlier layer draws their values
         with preserved_generators([self._device]):

@@ -75,7 +75,7 @@ def _copy(index: int, layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_payload(value: Any) -> Payload:
-    """Return the tensors of a nest likewise."""
-    payload = Payload.of(value)
+    """Return the tensors of a nest of inputs or targets likewise."""
+    payload, _ = Payload.of_mini_batch(value)
     payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
     return payload
