@@ -210,11 +210,34 @@ def test_measuring_adds_the_seconds_of_each_layer_to_its_description() -> None:
         assert other == LayerCost(**{**vars(one), "seconds": other.seconds})
 
 
-@both
-def test_a_layer_that_looks_at_values_is_named(analysis: Analysis) -> None:
-    message = r"^Layer 1 \(Peek\) cannot be described without data \(.*\); check the .* your own costs\.$"
+def test_a_layer_that_looks_at_values_is_named() -> None:
+    message = (
+        r"^Layer 1 \(Peek\) cannot be described without data \(.*\); check the .* measure_layers, .* your own costs\.$"
+    )
     with pytest.raises(ValueError, match=message):
-        analysis(nn.Sequential(nn.ReLU(), Peek()), torch.rand(2, 4))
+        analyze_layers(nn.Sequential(nn.ReLU(), Peek()), torch.rand(2, 4))
+
+
+def test_layers_of_which_one_looks_at_values_are_measured_with_the_costs_of_those_that_do_not() -> None:
+    def build(looking: nn.Module) -> nn.Sequential:
+        tied = nn.Linear(4, 4)
+        layers = nn.Sequential(tied, nn.Dropout(), looking, nn.BatchNorm1d(4), nn.Linear(4, 4))
+        layers[4].weight = tied.weight
+        return layers
+
+    example, layers = torch.rand(3, 4), build(Peek())
+    described = analyze_layers(build(nn.Identity()), example)
+    before, state = copy.deepcopy(layers.state_dict()), torch.get_rng_state()
+    measured = measure_layers(layers, example, repeats=1)
+    assert [replace(cost, seconds=None) for cost in measured] == described
+    assert all(cost.seconds is not None for cost in measured)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layers.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_measuring_a_shape_that_does_not_fit_names_the_layer() -> None:
+    with pytest.raises(ValueError, match=r"^Layer 1 \(Linear\) cannot be described .*; check the example's shape, or"):
+        measure_layers(nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), torch.rand(2, 4))
 
 
 def test_a_shape_that_does_not_fit_names_the_layer() -> None:

@@ -22,7 +22,10 @@ from gpipe.planning.ledger import Ledger, Work
 
 PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
 _FAILURE = "cannot be described without data"
-_REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
+_REMEDY = (
+    "check the example's shape, or, if the layer looks at values, describe it with measure_layers, or give "
+    "partition_layers your own costs"
+)
 
 
 class Input(NamedTuple):

@@ -194,7 +194,7 @@ def profile_layers(
     whole = shortened.expand(found, sizes, offsets, _move)
     if whole is None:
         whole = _profile(list(layers), loss, example, autocast, measured, training=training)
-    counts = _count_tied_parameters(layers)
+    counts = count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
 
@@ -220,7 +220,7 @@ def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
     return replace(profile, inputs=tuple(inputs), arrivals=arrivals)
 
 
-def _count_tied_parameters(layers: nn.Sequential) -> list[int]:
+def count_tied_parameters(layers: nn.Sequential) -> list[int]:
     """Count, for each layer and the loss, the parameters that an earlier layer has too: the model has them once."""
     counts = [0] * (len(layers) + 1)
     for _, *others in TiedParameters(layers).groups:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from gpipe._compat.flop_counts import FlopCounter
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.generators import preserved_generators
@@ -23,9 +24,10 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.moving_statistics import commit
 from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.pipeline.structure import structure
+from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.errors import layer_error
-from gpipe.planning.profile import LayerCost, analyze_layers
+from gpipe.planning.profile import LayerCost, analyze_layers, count_tied_parameters
 
 # Of the caches nearest to arithmetic. In a run, other layers come between two runs of a layer; without that, small
 # cells of AmoebaNet look a tenth too fast.
@@ -66,7 +68,8 @@ def measure_layers(
     """Describe every layer as `analyze_layers` does, and time its forward function in training mode, on a copy.
 
     Time varies from call to call, and so may a partition by time: all processes of a run must use the numbers of one.
-    Identical layers with equal inputs are timed once.
+    Identical layers with equal inputs are timed once. Layers that look at the values of their input, such as those that
+    route each example, are described by what they compute for this example.
 
     Args:
         layers: the whole model, in order, on one device.
@@ -76,15 +79,18 @@ def measure_layers(
         on_layer: called with each layer's seconds as soon as they are known.
 
     Raises:
-        ValueError: `repeats` is below 1, a layer cannot be described without data or run on the example, or is itself
-            on the meta device, where time has no meaning.
+        ValueError: `repeats` is below 1, a layer cannot run on the example, or is on the meta device, where time has no
+            meaning.
     """
     tensors = chain(Payload.of_mini_batch(example)[0].tensors, layers.parameters(), layers.buffers())
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:
         raise ValueError("The layers or the example are on the meta device; move both to a real one to time them.")
     timer = LayerTimer(next(iter(devices)), repeats)
-    costs = analyze_layers(layers, example)
+    try:
+        costs = analyze_layers(layers, example)
+    except ValueError as error:
+        costs = _describe_with_data(layers, example, error)
 
     def tell(timing: LayerTiming) -> None:
         if on_layer is not None:
@@ -92,6 +98,35 @@ def measure_layers(
 
     timings = timer.time(layers, None, (example, None), tell)
     return [replace(cost, seconds=timing.forward) for cost, timing in zip(costs, timings, strict=True)]
+
+
+def _describe_with_data(layers: nn.Sequential, example: Any, failure: ValueError) -> list[LayerCost]:
+    """Describe layers by running a copy of each.
+
+    Raises:
+        ValueError: the `failure` to describe them without data, where they do not run either.
+    """
+    payload, _ = Payload.of_mini_batch(example)
+    costs = []
+    with preserved_generators({tensor.device for tensor in payload.tensors}), torch.enable_grad():
+        for layer, tied in zip(layers, count_tied_parameters(layers)[:-1], strict=True):
+            try:
+                real = copy.deepcopy(layer).train()
+                with FlopCounter() as counter, microbatch_phase(converted_batch_norms([real]), recompute=True):
+                    payload = Payload.of(real(payload.value())).detach()
+            except Exception:  # noqa: BLE001 - the first error says what is wrong
+                raise failure from failure.__cause__
+            parameters = list(layer.parameters())
+            costs.append(
+                LayerCost(
+                    counter.total,
+                    sum(parameter.numel() for parameter in parameters),
+                    sum(parameter.nbytes for parameter in parameters),
+                    sum(map(count_bytes, payload.tensors)),
+                    tied_parameters=tied,
+                )
+            )
+    return costs
 
 
 class LayerTimer:
