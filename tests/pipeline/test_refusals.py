@@ -93,6 +93,22 @@ def test_a_sequence_with_a_hook_is_refused(register: str) -> None:
         build(layers)
 
 
+def test_a_sequence_that_is_compiled_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipeline = build(layers)
+    layers.compile(backend="eager")
+    message = (
+        "{} is compiled by torch.compile, but stages run its layers alone; give the layers as they were before, and "
+        "call pipeline.compile()"
+    )
+    with refused(message.format("Sequential")):
+        pipeline.train_step(batch())
+    with refused(message.format("Sequential")):
+        build(layers)
+    with refused(message.format("OptimizedModule")):
+        build(torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), backend="eager"))
+
+
 def test_a_sequence_with_a_parameter_or_buffer_of_its_own_is_refused() -> None:
     for register in ("register_parameter", "register_buffer"):
         layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

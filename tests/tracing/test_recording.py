@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,8 +114,10 @@ def test_a_model_keeps_nothing_of_being_recorded_and_its_layers_count_as_it_does
 
 @pytest.mark.parametrize("what", ["attribute", "buffer"])
 def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> None:
+    name = {"attribute": "last", "buffer": "seen"}[what]
     with pytest.raises(
-        TracingError, match="puts a tensor into an attribute or another one into a buffer, which a layer"
+        TracingError,
+        match=rf"test_recording\.py, line \d+: puts a tensor into its attribute or buffer {name}, which a layer",
     ):
         gpipe.as_layers(Remembers(what), torch.zeros(2, 3))
     model = nn.Sequential(Remembers(what), nn.Linear(3, 3))
@@ -151,9 +155,88 @@ def test_random_numbers_that_no_input_enters_are_drawn_anew_each_time() -> None:
         torch.set_rng_state(state)
         assert torch.equal(layers(x), expected)
     with pytest.raises(
-        TracingError, match=r"draws random numbers that no input enters, which would be the same ones fo"
+        TracingError,
+        match=r"test_recording\.py, line \d+: draws random numbers that no input enters, which would be the sam",
     ):
         gpipe.as_layers(Noise(), torch.zeros(2, 3))
+
+
+class Failing(nn.Module):
+    """Fails, or does what no layer can do, in a function that it is given."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.run = nn.Linear(4, 4), nn.Linear(3, 3), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = self.run(self, x)
+        return x.tanh()
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            lambda self, x: self.b(x),
+            "RuntimeError: .*shapes cannot be multiplied .*; check the shapes and types of the",
+        ),
+        (
+            lambda _, x: x + random.random(),
+            "draws random numbers that no input enters, .*; name the submodule in which",
+        ),
+        (lambda _, x: x + torch.randn(4), "draws random numbers that no input enters, .*; name the submodule in which"),
+        (
+            lambda self, x: setattr(self, "kept", x) or x,
+            "puts a tensor into its attribute or buffer kept, which a layer",
+        ),
+        (
+            lambda _, x: x + torch.arange(len(x))[:, None] % 8,
+            "uses a tensor that it made itself, with other values for",
+        ),
+        (lambda _, x: torch.eye(len(x)) @ x, "uses a tensor that it made itself, with other values for each"),
+        (
+            lambda _, x: x * len(x) ** 2,
+            r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
+        ),
+        (lambda _, x: x.relu() if len(x) % 2 else x, "runs other operations for another number of examples; name"),
+    ],
+)
+def test_what_no_layer_can_do_is_refused_with_its_line(
+    run: Callable[[Any, Tensor], Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = f"{__file__}, line {run.__code__.co_firstlineno}"
+    with pytest.raises(TracingError, match=f"^Failing cannot be cut into layers: {re.escape(place)}: {said}"):
+        gpipe.as_layers(Failing(run), torch.zeros(2, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("part", "said"), [(np.zeros(3), "a value of type ndarray"), (2, "2"), ("a", "'a'")])
+def test_an_example_of_something_else_than_tensors_is_refused_whole(part: Any, said: str) -> None:
+    message = (
+        f"the example has {said}, and layers take tensors and None; give torch.as_tensor of an array, and make a "
+        "number or a name a part of the model"
+    )
+    with pytest.raises(TracingError, match=f"^{message}$"):
+        gpipe.as_layers(nn.Linear(3, 3), (torch.zeros(2, 3), part))
+
+
+def test_a_compiled_model_is_refused_and_a_compiled_submodule_is_one_operation() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    plain, x = copy.deepcopy(model), torch.randn(5, 4)
+    in_place = copy.deepcopy(model)
+    in_place.compile(backend="eager")
+    for compiled in (torch.compile(copy.deepcopy(model), backend="eager"), in_place):
+        with pytest.raises(
+            TracingError, match=r"is compiled by torch\.compile, .*; give .* and call pipeline\.compile"
+        ):
+            gpipe.as_layers(compiled, x)
+    model[0] = torch.compile(model[0], backend="eager")
+    model[2].compile(backend="eager")
+    layers = gpipe.as_layers(model, x[:2])
+    assert torch.equal(layers(x), plain(x)) and len(layers) > 1
+    kinds = [type(module).__name__ for module in layers.modules()]
+    assert kinds.count("OptimizedModule") == 1
 
 
 @pytest.mark.parametrize("leaf", ["0", Decides])
@@ -170,7 +253,7 @@ def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
             return x * (len(x) ** 2)
 
     with pytest.raises(
-        TracingError, match=r"mul> has \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow"
+        TracingError, match=r"py, line \d+: computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does"
     ):
         gpipe.as_layers(Square(), torch.zeros(2, 3))
 

@@ -6,6 +6,7 @@ is made for symbolic shapes, several devices and tensors of all kinds. What is n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (  # noqa: TID251
 )
 from torch.nn import Parameter
 
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 _DEVICE = torch.ops.prim.device.default  # C++ asks it during each operation
 _VIEWS = frozenset(  # which torch's mode makes likewise, after some search
     (
@@ -99,11 +101,11 @@ class QuickFakeTensorMode(FakeTensorMode):
             args, kwargs = tuple(map(self._describe, args)), {key: self._describe(kwargs[key]) for key in kwargs}
         key = None if func.is_view else _make_key(func, args, kwargs)
         if key is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._dispatch(func, types, args, kwargs)
         known = self._known.get(key)
         if known is None:
             before = dict(_find_storages((args, tuple(kwargs.values()))))
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self._dispatch(func, types, args, kwargs)
             if result is args[0]:
                 after = dict(_find_storages((args, tuple(kwargs.values()))))
                 known = _FIRST if before == after and key == _make_key(func, args, kwargs) else None
@@ -118,6 +120,14 @@ class QuickFakeTensorMode(FakeTensorMode):
         if isinstance(known, _Shape):
             return known.make(self)
         return tuple(None if shape is None else shape.make(self) for shape in known)
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let torch's mode run an operation. Of one that fails it logs twenty lines; the error says all of it."""
+        before, _LOG.disabled = _LOG.disabled, True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            _LOG.disabled = before
 
     def _describe(self, value: Any) -> Any:
         """Return what stands for a tensor with data, or for those in a list: the same each time."""

@@ -5,7 +5,9 @@ Torch has no public names for tensors without data, for a mode that sees each op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy  # noqa: TID251
@@ -21,6 +23,7 @@ __all__ = [
     "tree_map_only",
     "unset_fake_temporarily",
     "watch_allocations",
+    "without_compiling",
 ]
 
 _Result = TypeVar("_Result")
@@ -56,3 +59,14 @@ def watch_allocations(run: Callable[[], _Result]) -> tuple[_Result, list[int]]:
         threads = _disable_profiler_legacy()
     events: Iterable[Any] = (event for thread in threads for event in thread)  # torch's stub has another kind
     return result, [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Run compiled modules as they are, within a recording of torch.fx, which torch.compile refuses otherwise."""
+    dynamo = sys.modules.get("torch._dynamo")  # loaded where something is compiled; to load it takes seconds
+    if dynamo is None:
+        yield
+        return
+    with dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield

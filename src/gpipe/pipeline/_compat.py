@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # noqa: TID251
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout  # noqa: TID251
@@ -28,6 +28,11 @@ add_to_each = torch._foreach_add_  # noqa: TID251
 copy_to_each = torch._foreach_copy_  # noqa: TID251
 multiply_each = torch._foreach_mul_  # noqa: TID251
 norm_of_each = torch._foreach_norm  # noqa: TID251
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is what torch.compile returns, or was compiled in place."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def run_backward(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from gpipe.pipeline._compat import AnyBatchNorm
+from gpipe.pipeline._compat import AnyBatchNorm, is_compiled
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.initialization import is_meta
@@ -88,8 +88,13 @@ def refuse_own_behaviour(layers: Any) -> None:
         ValueError: it has hooks, parameters or buffers of its own.
     """
     name = type(layers).__name__
+    if isinstance(layers, nn.Module):
+        _refuse_compiled(layers)
     if not isinstance(layers, nn.Sequential):
-        raise TypeError(f"layers is of type {name}; it must be an nn.Sequential of the model's layers")
+        raise TypeError(
+            f"layers is of type {name}; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers "
+            "makes of any module"
+        )
     is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
     if not is_plain or "forward" in layers.__dict__:
         raise TypeError(
@@ -104,14 +109,23 @@ def refuse_own_behaviour(layers: Any) -> None:
 
 
 def refuse_hooks(layers: nn.Sequential) -> None:
-    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them.
+    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them, nor compiled code.
 
     Raises:
-        ValueError: it has one.
+        ValueError: it has one, or is compiled.
     """
+    _refuse_compiled(layers)
     if any(getattr(layers, kind) for kind in _HOOKS):
         raise ValueError(
             f"{type(layers).__name__} has hooks, but stages run its layers alone; register them on a layer"
+        )
+
+
+def _refuse_compiled(layers: nn.Module) -> None:
+    if is_compiled(layers):
+        raise ValueError(
+            f"{type(layers).__name__} is compiled by torch.compile, but stages run its layers alone; give the layers "
+            "as they were before, and call pipeline.compile()"
         )
 
 

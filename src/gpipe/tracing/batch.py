@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -11,6 +13,9 @@ from torch.fx.node import map_arg
 
 from gpipe.tracing.errors import TracingError
 from gpipe.tracing.tracer import Tracer
+
+Refuse: TypeAlias = Callable[[str], TracingError]
+"""Returns an error that says what the code does at a node, and where."""
 
 BATCHES = (3, 4, 33)
 """The numbers of examples that are tried: odd, even and large. Any number may be 1, which broadcasts."""
@@ -70,64 +75,60 @@ def find_of_batch(
         TracingError: other operations run for another number of examples, or on numbers that do not follow it linearly.
     """
     rows = [list(graph.nodes) for graph in graphs]
-    if len({tuple((node.op, node.target) for node in row) for row in rows}) != 1:
-        raise TracingError(
-            "the model runs other operations for another number of examples; name what does, leaves=[...]"
-        )
+    for nodes in zip_longest(*rows):
+        if len({None if node is None else (node.op, node.target) for node in nodes}) != 1:
+            at = nodes[0] or rows[0][-1]
+            raise tracers[0].refuse(at, "runs other operations for another number of examples")
     position = {node: number for row in rows for number, node in enumerate(row)}
     found = {}
     for nodes in zip(*rows, strict=True):
-        place = f"{nodes[0].op} {nodes[0].target}"
-        args = _join([node.args for node in nodes], position, place)
-        found[nodes[0]] = FreeArguments(args, _join([node.kwargs for node in nodes], position, place))
+        refuse = partial(tracers[0].refuse, nodes[0])
+        args = _join([node.args for node in nodes], position, refuse)
+        found[nodes[0]] = FreeArguments(args, _join([node.kwargs for node in nodes], position, refuse))
+    makers = {str(node.target): node for node in rows[0] if node.op == "get_attr"}
     constants = {
-        name: _join_constants([tracer.constants[name] for tracer in tracers], name) for name in tracers[0].constants
+        name: _join_constants([tracer.constants[name] for tracer in tracers], partial(tracers[0].refuse, makers[name]))
+        for name in tracers[0].constants
     }
     return found, constants
 
 
-def _join(values: Sequence[Any], position: dict[fx.Node, int], place: str) -> Any:
+def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -> Any:
     first = values[0]
     if isinstance(first, fx.Node):
         if len({position[value] for value in values}) != 1:
-            raise TracingError(f"{place} takes another tensor for another number of examples; name it in leaves=[...]")
+            raise refuse("takes another tensor for another number of examples")
         return first
     if isinstance(first, tuple | list):
-        items = [_join(parts, position, place) for parts in zip(*values, strict=True)]
+        items = [_join(parts, position, refuse) for parts in zip(*values, strict=True)]
         return items if isinstance(first, list) else tuple(items)
     if isinstance(first, dict):
-        return {key: _join([value[key] for value in values], position, place) for key in first}
+        return {key: _join([value[key] for value in values], position, refuse) for key in first}
     if isinstance(first, slice):
         ends = [[value.start, value.stop, value.step] for value in values]
-        return slice(*(_join(parts, position, place) for parts in zip(*ends, strict=True)))
+        return slice(*(_join(parts, position, refuse) for parts in zip(*ends, strict=True)))
     if all(value == first or value is first for value in values):
         return first
-    return _line(values, place)
+    return _line(values, refuse)
 
 
-def _line(values: Sequence[Any], place: str) -> OfBatch:
+def _line(values: Sequence[Any], refuse: Refuse) -> OfBatch:
     factor, rest = divmod(values[1] - values[0], BATCHES[1] - BATCHES[0]) if type(values[0]) is int else (0, 1)
     offset = values[0] - factor * BATCHES[0] if rest == 0 else 0
     if rest or any(value != factor * batch + offset for value, batch in zip(values, BATCHES, strict=True)):
-        raise TracingError(
-            f"{place} has {values} for {BATCHES} examples, which does not follow their number; name the submodule in "
-            "which it happens, leaves=['...']"
-        )
+        raise refuse(f"computes with {(*values,)} for {BATCHES} examples, which does not follow their number")
     return OfBatch(factor, offset)
 
 
-def _join_constants(tensors: Sequence[Tensor], name: str) -> Constant | Numbering:
+def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingError]) -> Constant | Numbering:
     first = tensors[0]
     if first.is_meta:
-        raise TracingError(
-            f"the model is on the meta device, where {name}, which its code makes there, has no numbers; give the "
-            "model on another device"
-        )
+        raise refuse("makes a tensor on the meta device, where it has no numbers", "give the model on another device")
     if all(tensor.shape == first.shape for tensor in tensors):
         if all(torch.equal(tensor, first) for tensor in tensors):
             return Constant(first, None)
-        raise TracingError(f"{name} has other values for another number of examples; name what makes it, leaves=[...]")
-    shape = _join([tuple(tensor.shape) for tensor in tensors], {}, name)
+        raise refuse("uses a tensor that it made itself, with other values for another number of examples")
+    shape = _join([tuple(tensor.shape) for tensor in tensors], {}, refuse)
     is_number = first.dtype is not torch.bool and not first.is_complex()
     if is_number and all(
         torch.equal(tensor.flatten(), torch.arange(size, dtype=tensor.dtype, device=tensor.device))
@@ -138,5 +139,5 @@ def _join_constants(tensors: Sequence[Tensor], name: str) -> Constant | Numberin
         if isinstance(size, OfBatch):
             tensors = [tensor.narrow(dimension, 0, 1) for tensor in tensors]
     if not torch.equal(tensors[0].expand(first.shape), first):
-        raise TracingError(f"{name} has other values for each example; name what makes it, leaves=[...]")
+        raise refuse("uses a tensor that it made itself, with other values for each example")
     return Constant(tensors[0].clone(), shape)

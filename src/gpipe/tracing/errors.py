@@ -8,8 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-OURS, TORCHS = (file.rpartition("/")[0] + "/" for file in (__file__, torch.__file__))
-"""The folders of this package and of torch: where frames are not the model's code."""
+_TRACING, _TORCH = (file.rpartition("/")[0] + "/" for file in (__file__, torch.__file__))
+_OURS = _TRACING, _TRACING.removesuffix("tracing/") + "_compat/"
+
+
+def is_of_model(file: str) -> bool:
+    """Return whether a file has code of a model, and not of what records it or of torch."""
+    return not file.startswith((*_OURS, _TORCH))
 
 
 class TracingError(ValueError):
@@ -30,17 +35,30 @@ class Whole(Exception):
 
 
 class Undecided(Exception):
-    """The code asks for a value that is only known when the model runs."""
+    """The code asks for a value that is only known when the model runs.
+
+    place: the line that does, where the error is found later.
+    """
+
+    def __init__(self, what: str, place: traceback.FrameSummary | None = None) -> None:
+        super().__init__(what)
+        self.place = place
 
 
-def explain(model: nn.Module, frames: Sequence[traceback.FrameSummary], what: str) -> str:
-    """Say where in the model's code it happened, and what to do."""
-    begin = next((i for i, frame in enumerate(frames) if frame.filename.startswith(OURS)), 0)  # before, who called us
-    found = [frame for frame in frames[begin:] if not frame.filename.startswith(OURS)]
-    own = [frame for frame in found if not frame.filename.startswith(TORCHS)]
+_NAME_IT = "name the submodule in which that happens, leaves=['...']"
+OF_DECISIONS = f"{_NAME_IT}, or give the model's blocks as an nn.Sequential of your own"
+"""What to do about code that no layers can have."""
+OF_FAILURES = f"check the shapes and types of the example; where the model itself takes them, {_NAME_IT}"
+"""What to do about code that fails."""
+
+
+def explain(
+    model: nn.Module, frames: Sequence[traceback.FrameSummary], what: str, remedy: str = OF_DECISIONS
+) -> TracingError:
+    """Return an error that says where in the model's code it happened, and what to do."""
+    begin = next((i for i, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)  # before, who called us
+    found = [frame for frame in frames[begin:] if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in found if is_of_model(frame.filename)]
     own = own or [frame for frame in found if "/nn/modules/" in frame.filename]  # a model of torch itself
     place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
-    return (
-        f"{type(model).__name__} cannot be cut into layers: {place}: {what}; name the submodule in which that happens, "
-        "leaves=['...'], or give the model's blocks as an nn.Sequential of your own"
-    )
+    return TracingError(f"{type(model).__name__} cannot be cut into layers: {place}: {what}; {remedy}")

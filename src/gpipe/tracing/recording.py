@@ -5,14 +5,17 @@ from __future__ import annotations
 import builtins
 import copy
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.tracing.errors import OURS, TORCHS, Undecided
+from gpipe.tracing.errors import Undecided, is_of_model
 from gpipe.tracing.traced_tensor import TracedTensor
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ def refusing(tracer: Tracer) -> Iterator[None]:
     check = builtins.isinstance
 
     def check_traced(value: Any, kinds: Any) -> bool:
-        if type(value) is TracedTensor and not sys._getframe(1).f_code.co_filename.startswith((OURS, TORCHS)):
+        if type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename):
             return check(value.value, kinds)
         return check(value, kinds)
 
@@ -69,7 +72,7 @@ def refusing(tracer: Tracer) -> Iterator[None]:
     def ask_traced(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
             # Torch's own code asks too, and chooses between ways to compute the same.
-            if tracer.is_recording and not sys._getframe(1).f_code.co_filename.startswith((OURS, TORCHS)):
+            if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
                 raise Undecided(f"asks torch.{name}, which depends on who runs it")
             return ask(*args, **kwargs)
 
@@ -89,6 +92,35 @@ def refusing(tracer: Tracer) -> Iterator[None]:
             setattr(torch, name, ask)
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def find_line(
+    model: nn.Module, run: Callable[[], Any], has_happened: Callable[[], bool]
+) -> traceback.FrameSummary | None:
+    """Run a model's code again; return the line of its modules' forwards at which something happens, if it does."""
+    codes = [getattr(unwrap(type(module).forward), "__code__", None) for module in model.modules()]
+    files = {code.co_filename for code in codes if code is not None and is_of_model(code.co_filename)}
+    at: traceback.FrameSummary | None = None
+    found: traceback.FrameSummary | None = None
+
+    def look(frame: FrameType, *_: Any) -> Any:
+        nonlocal at, found
+        if frame.f_code.co_filename not in files:
+            return None
+        if found is None and at is not None and has_happened():
+            found = at
+        at = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        run()
+    except Exception:  # noqa: BLE001 - it may have happened before
+        return found
+    finally:
+        sys.settrace(before)
+    return found
 
 
 @contextmanager

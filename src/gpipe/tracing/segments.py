@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
-from gpipe.pipeline._compat import AnyBatchNorm
+from gpipe.pipeline._compat import AnyBatchNorm, is_compiled
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.errors import TracingError, explain
 from gpipe.tracing.inputs import check_inputs, name_inputs
@@ -111,6 +111,11 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
             the line. A ValueError.
     """
+    if is_compiled(model):
+        raise TracingError(
+            f"{type(model).__name__} is compiled by torch.compile, which its layers would not be; give the model as it "
+            "was before, and call pipeline.compile()"
+        )
     if model._backward_hooks or model._backward_pre_hooks:
         raise TracingError(
             f"{type(model).__name__} has backward hooks, which layers would not call; remove them, or make the model a "
@@ -161,7 +166,7 @@ def _refuse_decision(
         return
     other, other_tracer, _ = trace(model, example, whole, BATCHES[0], training=False, odd=odd)
     if not are_equal(graph, other, (tracer, other_tracer)):
-        raise TracingError(explain(model, tracer.decision, "decides by self.training"))
+        raise explain(model, tracer.decision, "decides by self.training")
 
 
 class Segment(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -13,12 +14,13 @@ from torch import Tensor, fx, nn
 
 from gpipe._compat.fake_tensors import QuickFakeTensorMode, is_fake
 from gpipe._compat.flop_counts import FlopCounter
-from gpipe._compat.torch_description import tree_leaves, tree_map, unset_fake_temporarily
+from gpipe._compat.torch_description import tree_leaves, tree_map, unset_fake_temporarily, without_compiling
+from gpipe.pipeline._compat import is_compiled
 from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
-from gpipe.tracing.errors import TracingError, Undecided, Whole, explain
-from gpipe.tracing.recording import TracedMode, known_training, refusing, unchanged
+from gpipe.tracing.errors import OF_DECISIONS, OF_FAILURES, TracingError, Undecided, Whole, explain, is_of_model
+from gpipe.tracing.recording import TracedMode, find_line, known_training, refusing, unchanged
 from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
 
 
@@ -79,6 +81,7 @@ class Tracer(fx.Tracer):
         flops: of each node.
         changed: the storages that each node changes in place.
         constants: tensors that the code made out of nothing, by the name of their node's target.
+        places: where in the model's code each node is made, except for torch's own models.
         decision: where the model's own code first decided by the mode; None where it did not.
     """
 
@@ -99,6 +102,7 @@ class Tracer(fx.Tracer):
         self.flops: dict[fx.Node, int] = {}
         self.changed: dict[fx.Node, set[int]] = {}
         self.constants: dict[str, Tensor] = {}
+        self.places: dict[fx.Node, traceback.FrameSummary] = {}
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # an operation, whose own code is not recorded
 
@@ -110,7 +114,7 @@ class Tracer(fx.Tracer):
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
         known = known_training(self), unchanged(model), refusing(self)
-        with known[0], known[1], known[2], torch.enable_grad(), preserved_generators([]):
+        with known[0], known[1], known[2], without_compiling(), torch.enable_grad(), preserved_generators([]):
             return self.trace(_Call(model, example))
 
     def _describe(self, leaf: Any) -> Tensor | None:
@@ -118,7 +122,13 @@ class Tracer(fx.Tracer):
         if leaf is None:
             return None
         if not isinstance(leaf, Tensor | Examples):
-            raise TypeError(f"the example has {leaf!r}, and layers take tensors and None; make it a part of the model")
+            what = (
+                repr(leaf) if isinstance(leaf, bool | int | float | str) else f"a value of type {type(leaf).__name__}"
+            )
+            raise TracingError(
+                f"the example has {what}, and layers take tensors and None; give torch.as_tensor of an array, and make "
+                "a number or a name a part of the model"
+            )
         given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
         shape = list(given.tensor.shape)
         if given.dimension is not None:
@@ -152,7 +162,7 @@ class Tracer(fx.Tracer):
         name = module_qualified_name.removeprefix("model.")
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
         has_hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        return is_torchs or bool(has_hooks) or name in self._whole or type(m) in self._whole
+        return is_torchs or bool(has_hooks) or is_compiled(m) or name in self._whole or type(m) in self._whole
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""
@@ -165,10 +175,23 @@ class Tracer(fx.Tracer):
         try:
             with preserved_generators([]) if is_whole else NOTHING:  # what it draws here, it will draw in each forward
                 found = super().call_module(m, forward, args, kwargs)
-            if not is_whole and _keeps_tensors(m, buffers):
-                raise Undecided("puts a tensor into an attribute or another one into a buffer, which a layer would not")
+            place = None
+
+            def run() -> Any:
+                return forward(*args, **kwargs)
+
+            if not is_whole and (kept := _find_kept(m, buffers)) is not None:
+                if name == "model":
+                    first = _read(m, kept)
+                    place = find_line(m, run, lambda: _read(m, kept) is not first)
+                raise Undecided(f"puts a tensor into its attribute or buffer {kept}, which a layer would not", place)
             if generators.find_drawn() is not None:
-                raise Undecided("draws random numbers that no input enters, which would be the same ones for ever")
+                if name == "model":
+                    again = HostGenerators()
+                    place = find_line(m, run, lambda: again.find_drawn() is not None)
+                raise Undecided(
+                    "draws random numbers that no input enters, which would be the same ones for ever", place
+                )
         except Whole:
             raise
         except Exception as error:
@@ -200,6 +223,7 @@ class Tracer(fx.Tracer):
             self.constants[name] = a
             node = self.create_node("get_attr", name, (), {})
             self.values[node] = a
+            self._note_place(node)
             return node
         return super().create_arg(a)
 
@@ -226,6 +250,7 @@ class Tracer(fx.Tracer):
         traced = super().create_proxy(kind, target, args, kwargs)
         assert type(traced) is TracedTensor
         traced.value = value
+        self._note_place(traced.node)
         if self._is_trained(traced.node):
             if not torch.is_grad_enabled():
                 raise Undecided("computes without gradients what follows from weights that are trained")
@@ -234,6 +259,20 @@ class Tracer(fx.Tracer):
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
         return traced
+
+    def _note_place(self, node: fx.Node) -> None:
+        frame = sys._getframe(1)
+        while frame.f_code is not Tracer.record.__code__ and frame.f_back is not None:
+            file = frame.f_code.co_filename
+            if is_of_model(file):
+                self.places[node] = traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name)
+                return
+            frame = frame.f_back
+
+    def refuse(self, node: fx.Node, what: str, remedy: str = OF_DECISIONS) -> TracingError:
+        """Return an error that says where the model's code makes a node, and what it does there."""
+        place = self.places.get(node)
+        return explain(self.root.get_submodule("model"), [] if place is None else [place], what, remedy)
 
     def _changes_constant(self, kind: str, target: Any, bare: Any) -> bool:
         """Return whether an operation changes a tensor that the model's code made out of nothing."""
@@ -319,13 +358,18 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _keeps_tensors(module: nn.Module, buffers: Mapping[str, Any]) -> bool:
-    """Return whether code has put what it computed into attributes of a module, or replaced the buffers that it had."""
+def _find_kept(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
+    """Return an attribute of a module into which code has put what it computed, or a buffer that it replaced."""
     for name, buffer in buffers.items():
         if _is_changed_in_place(module._buffers.get(name), name):
             module._buffers[name] = buffer
-    is_replaced = any(module._buffers.get(name) is not buffer for name, buffer in buffers.items())
-    return is_replaced or any(isinstance(value, TracedTensor) for value in module.__dict__.values())
+    replaced = (name for name, buffer in buffers.items() if module._buffers.get(name) is not buffer)
+    kept = (name for name, value in module.__dict__.items() if isinstance(value, TracedTensor))
+    return next(replaced, next(kept, None))
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    return module._buffers.get(name, module.__dict__.get(name))
 
 
 def _is_changed_in_place(value: Any, name: str) -> bool:
@@ -362,6 +406,13 @@ def trace(
             return tracer.record(model, example), tracer, whole
         except Whole as found:
             whole.add(type(found.module))
+        except TracingError:
+            raise
         except Exception as error:
-            what = str(error).partition("\n")[0] or type(error).__name__
-            raise TracingError(explain(model, traceback.extract_tb(error.__traceback__), what)) from error
+            frames = [*traceback.extract_tb(error.__traceback__)]
+            what, remedy = str(error), OF_DECISIONS
+            if not isinstance(error, Undecided):
+                what, remedy = f"{type(error).__name__}: {what.partition(chr(10))[0].rstrip('.')}", OF_FAILURES
+            elif error.place is not None:
+                frames.append(error.place)
+            raise explain(model, frames, what, remedy) from error
