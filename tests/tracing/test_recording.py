@@ -247,6 +247,30 @@ def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
     assert torch.equal(layers(x), model(x))
 
 
+@pytest.mark.parametrize(
+    ("leaves", "kind", "said"),
+    [
+        ("0", TypeError, r"leaves is '0'; give a list of names and types, such as \['0'\]"),
+        (Decides, TypeError, r"leaves is .*; give a list of names and types, such as \[Decides\]"),
+        ([nn.Tanh()], TypeError, "leaves has an entry of type Tanh; give names and types of submodules"),
+        (
+            ["0.iner"],
+            ValueError,
+            "leaves has '0.iner', but no submodule of Sequential is called so; .*, such as 0.inner",
+        ),
+        (["x"], ValueError, "leaves has 'x', but no submodule of Sequential is called so; .*, or types of submodules"),
+        (
+            [nn.LSTM],
+            ValueError,
+            "leaves has LSTM, but no submodule of Sequential is of that type; .* types of submodules",
+        ),
+    ],
+)
+def test_leaves_that_are_no_submodules_are_refused(leaves: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=f"^{said}$"):
+        gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3), leaves=leaves)
+
+
 def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
     class Square(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

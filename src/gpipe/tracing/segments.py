@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from hashlib import sha256
 from importlib import import_module  # noqa: TID251 - what a pickle names
 from itertools import accumulate, pairwise
@@ -110,6 +111,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     Raises:
         TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
             the line. A ValueError.
+        TypeError: `leaves` are no collection of names and types.
+        ValueError: the model has no submodule of such a name or type.
     """
     if is_compiled(model):
         raise TracingError(
@@ -121,6 +124,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             f"{type(model).__name__} has backward hooks, which layers would not call; remove them, or make the model a "
             "submodule of another one"
         )
+    _check_leaves(leaves, model)
     modes = {module: module.training for module in model.modules()}
     odd = {module for module, mode in modes.items() if mode != model.training}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones
@@ -151,6 +155,34 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
     layers.training = model.training
     return layers
+
+
+def _check_leaves(leaves: Any, model: nn.Module) -> None:
+    """Refuse leaves that are none of a model's submodules.
+
+    Raises:
+        TypeError: they are no collection of names and types.
+        ValueError: naming the first one.
+    """
+    if isinstance(leaves, str | type):
+        raise TypeError(f"leaves is {leaves!r}; give a list of names and types, such as [{_quote(leaves)}]")
+    names, types = {name for name, _ in model.named_modules()}, set(map(type, model.modules()))
+    for leaf in leaves:
+        if not isinstance(leaf, str | type):
+            raise TypeError(f"leaves has an entry of type {type(leaf).__name__}; give names and types of submodules")
+        if leaf not in (names if isinstance(leaf, str) else types):
+            known = sorted(names - {""}) if isinstance(leaf, str) else sorted({kind.__name__ for kind in types})
+            near = get_close_matches(leaf if isinstance(leaf, str) else leaf.__name__, known, n=1)
+            meant = f", such as {near[0]}" if near else ""
+            what = "is called so" if isinstance(leaf, str) else "is of that type"
+            raise ValueError(
+                f"leaves has {_quote(leaf)}, but no submodule of {type(model).__name__} {what}; give names as "
+                f"model.named_modules() has them, or types of submodules{meant}"
+            )
+
+
+def _quote(leaf: str | type) -> str:
+    return repr(leaf) if isinstance(leaf, str) else leaf.__name__
 
 
 def _refuse_decision(
