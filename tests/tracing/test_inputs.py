@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
 
@@ -26,3 +27,82 @@ def test_inputs_that_are_nested_in_another_way_than_the_example_are_refused(
     layers = gpipe.as_layers(nn.Sequential(nn.Linear(3, 3)), example)
     with pytest.raises(ValueError, match=rf"^the model's input is {said}; give it so$"):
         layers(inputs)
+
+
+class Reading(nn.Module):
+    """Uses a size of its inputs."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.read = nn.Embedding(9, 4), nn.Linear(4, 3), read
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.read(self.first(tokens)))
+
+
+def unpack(x: Tensor) -> Tensor:
+    _, time, _ = x.shape
+    return x.sum(1) / time
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        unpack,
+        lambda x: x.sum(1) / x.shape[1],
+        lambda x: x.sum(1) / x.size(1),
+        lambda x: x.sum(1) / x.size()[-2],
+        lambda x: x.sum(1) / len(x[0]),
+        lambda x: x.sum(1) / len(x.unbind(1)),
+        lambda x: sum(x.unbind(1)),
+        lambda x: x + torch.ones(x.shape[1:]),
+        lambda x: x + torch.ones(x[0].shape),
+        lambda x: x.sum(1) / (x[0].numel() // 4),
+        lambda x: x.sum(1) if x.shape[1:] == (8, 4) else x.mean(1),
+        lambda x: x.sum(1) if torch.Size((8, 4)) == x[0].shape else x.mean(1),
+        lambda x: x.view(x.shape),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_other_sizes_than_the_examples_are_refused_where_code_reads_them(
+    read: Callable[[Tensor], Tensor], kind: str
+) -> None:
+    def nest(tokens: Tensor) -> Any:
+        return {"tensor": tokens, "tuple": (tokens,), "dict": {"tokens": tokens}}[kind]
+
+    model = Reading(read)
+    layers = gpipe.as_layers(model, nest(torch.zeros(2, 8, dtype=torch.long)))
+    tokens = torch.arange(40).reshape(5, 8) % 9
+    assert torch.equal(layers(nest(tokens)), model(tokens))
+    name = {"tensor": "the model's input", "tuple": "input 0", "dict": "tokens"}[kind]
+    for length in (1, 4, 9):
+        said = rf"^{name} has the sizes 5, {length}, but the example had any number, 8, and the .*leaves=\['\.\.\.'\]$"
+        with pytest.raises(ValueError, match=said):
+            layers(nest(torch.zeros(5, length, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum(1) / x.shape[0],
+        lambda x: x.sum(1) / x.size(0),
+        lambda x: x.sum(1) / len(x),
+        lambda x: x.flatten(2).mean(-x.dim() + 1 + x.ndim - 2, keepdim=True) * x,
+        lambda x: torch.cat(x.chunk(2, 2)[::-1], 2),
+    ],
+)
+def test_code_that_reads_no_size_but_the_number_of_examples_takes_any_other(read: Callable[[Tensor], Tensor]) -> None:
+    model = Reading(read)
+    layers = gpipe.as_layers(model, torch.zeros(2, 8, dtype=torch.long))
+    for length in (1, 4, 9):
+        tokens = torch.arange(5 * length).reshape(5, length) % 9
+        assert torch.equal(layers(tokens), model(tokens))
+
+
+def test_a_transformer_of_torch_takes_texts_of_any_length() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval(), torch.zeros(2, 5, 8)
+    layers = gpipe.as_layers(model, (x, x), leaves=[nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+    texts = torch.randn(3, 7, 8), torch.randn(3, 4, 8)
+    with torch.no_grad():
+        assert torch.equal(layers(texts), model(*texts))

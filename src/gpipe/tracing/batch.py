@@ -66,6 +66,12 @@ def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> b
     return [describe(node) for node in rows[0]] == [describe(node) for node in rows[1]]
 
 
+def are_sizes_read(tracers: Sequence[Tracer]) -> bool:
+    """Return whether the code reads a size that does not follow the number of examples."""
+    rows = [tracer.sizes_read() for tracer in tracers]
+    return len(set(map(len, rows))) != 1 or any(len(set(sizes)) == 1 for sizes in zip(*rows, strict=True))
+
+
 def find_of_batch(
     graphs: Sequence[fx.Graph], tracers: Sequence[Tracer]
 ) -> tuple[dict[fx.Node, FreeArguments], dict[str, Constant | Numbering]]:

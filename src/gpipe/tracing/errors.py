@@ -12,6 +12,11 @@ _TRACING, _TORCH = (file.rpartition("/")[0] + "/" for file in (__file__, torch._
 _OURS = _TRACING, _TRACING.removesuffix("tracing/") + "_compat/"
 
 
+def is_ours(file: str) -> bool:
+    """Return whether a file has code of what records models."""
+    return file.startswith(_OURS)
+
+
 def is_of_model(file: str) -> bool:
     """Return whether a file has code of a model, and not of what records it or of torch."""
     return not file.startswith((*_OURS, _TORCH))

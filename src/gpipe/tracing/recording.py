@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.tracing.errors import Undecided, is_of_model
+from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import TracedTensor
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def refusing(tracer: Tracer) -> Iterator[None]:
     check = builtins.isinstance
 
     def check_traced(value: Any, kinds: Any) -> bool:
-        if type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename):
-            return check(value.value, kinds)
+        if type(value) in (TracedTensor, TracedShape) and is_of_model(sys._getframe(1).f_code.co_filename):
+            return check(value.value if type(value) is TracedTensor else value.whole(), kinds)
         return check(value, kinds)
 
     def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:

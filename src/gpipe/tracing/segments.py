@@ -17,9 +17,18 @@ from torch import Tensor, fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
 from gpipe.pipeline._compat import AnyBatchNorm, is_compiled
-from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
+from gpipe.tracing.batch import (
+    BATCHES,
+    Constant,
+    FreeArguments,
+    Numbering,
+    OfBatch,
+    are_equal,
+    are_sizes_read,
+    find_of_batch,
+)
 from gpipe.tracing.errors import TracingError, explain
-from gpipe.tracing.inputs import check_inputs, name_inputs
+from gpipe.tracing.inputs import Names, Sizes, check_inputs, find_sizes, name_inputs
 from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
@@ -95,9 +104,9 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
 
     The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
     parameters. They take what the model takes. Numbers that follow the number of examples are computed from the
-    tensors that travel, so micro-batches may have any size; other sizes are those of the example. Outputs are nested as
-    the model's are, in plain tuples, lists and dicts; of a dataclass of transformers what is None is left out, and one
-    output alone is returned as it is.
+    tensors that travel, so micro-batches may have any size. Where the model's code reads other sizes, inputs must have
+    those of the example. Outputs are nested as the model's are, in plain tuples, lists and dicts; of a dataclass of
+    transformers what is None is left out, and one output alone is returned as it is.
 
     Args:
         model: may be in training or evaluation mode. Change that later by `train` and `eval` of the layers: those
@@ -150,7 +159,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     values = [
         dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
     ]
-    segments = _Segments(model, graphs[0], arguments, constants, values, example)
+    sizes = find_sizes(example) if are_sizes_read(tracers) else None
+    segments = _Segments(model, graphs[0], arguments, constants, values, (name_inputs(example), sizes))
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
     layers.training = model.training
@@ -257,9 +267,9 @@ class _Segments:
         arguments: Mapping[fx.Node, FreeArguments],
         constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
-        example: Any,
+        inputs: tuple[Names, Sizes],
     ) -> None:
-        self._names_of_inputs = name_inputs(example)
+        self._names_and_sizes = inputs
         self._model, self._arguments, self._constants, self._values = model, arguments, constants, values
         self.operations = [node for node in graph.nodes if node.op.startswith("call_")]
         (self._inputs,) = (node for node in graph.nodes if node.op == "placeholder")
@@ -298,7 +308,7 @@ class _Segments:
         made: dict[fx.Node, fx.Node] = {}
         entered = [self._inputs] if begin == 0 else self.alive(begin)
         if begin == 0:
-            made[self._inputs] = graph.call_function(check_inputs, (payload, self._names_of_inputs))
+            made[self._inputs] = graph.call_function(check_inputs, (payload, *self._names_and_sizes))
         elif len(entered) == 1:
             made[entered[0]] = payload
         else:

@@ -27,6 +27,8 @@ class TracedTensor(fx.Proxy):
             entries = {key: operator.getitem(self, key) for key in self.value}
             return getattr(entries, name)
         found = getattr(self.value, name)
+        if name in ("shape", "nbytes"):
+            return self.tracer.show(self.node, found)
         if isinstance(found, Tensor):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         if callable(found):
@@ -34,7 +36,15 @@ class TracedTensor(fx.Proxy):
         return found
 
     def __len__(self) -> int:
-        return len(self.value)
+        if isinstance(self.value, dict) or (isinstance(self.value, tuple | list) and not self._is_cut):
+            return len(self.value)  # of a model's own nests
+        return int(self.tracer.show(self.node, len(self.value)))
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether it is the parts of a tensor, as many as one of its sizes says."""
+        target = self.node.target
+        return (target if isinstance(target, str) else getattr(target, "__name__", "")) in _CUTS
 
     def __contains__(self, key: Any) -> bool:
         if isinstance(self.value, dict):
@@ -44,7 +54,7 @@ class TracedTensor(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.value, dict):
             return iter(self.value)
-        return iter([operator.getitem(self, position) for position in range(len(self.value))])
+        return iter([operator.getitem(self, position) for position in range(len(self))])
 
     def __bool__(self) -> bool:
         if isinstance(self.value, Tensor):
@@ -60,6 +70,7 @@ class TracedTensor(fx.Proxy):
         self.tracer.create_proxy("call_function", set_item, (self, key, value), {})
 
 
+_CUTS = ("unbind", "split", "tensor_split", "hsplit", "vsplit", "dsplit")
 _OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
 
 

@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
+from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,8 +21,18 @@ from gpipe.pipeline._compat import is_compiled
 from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
-from gpipe.tracing.errors import OF_DECISIONS, OF_FAILURES, TracingError, Undecided, Whole, explain, is_of_model
+from gpipe.tracing.errors import (
+    OF_DECISIONS,
+    OF_FAILURES,
+    TracingError,
+    Undecided,
+    Whole,
+    explain,
+    is_of_model,
+    is_ours,
+)
 from gpipe.tracing.recording import TracedMode, find_line, known_training, refusing, unchanged
+from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
 
 
@@ -67,6 +79,10 @@ _CONTAINERS = (
 )
 
 
+_OF_FORM = ("dim", "ndimension", "get_device", "element_size")  # numbers that are no sizes
+_TRANSFORMERS = nn.Transformer.forward.__code__.co_filename
+
+
 class Tracer(fx.Tracer):
     """Records the operations of one call.
 
@@ -81,6 +97,7 @@ class Tracer(fx.Tracer):
         flops: of each node.
         changed: the storages that each node changes in place.
         constants: tensors that the code made out of nothing, by the name of their node's target.
+        sizes: what the code read of the sizes of tensors, in order.
         places: where in the model's code each node is made, except for torch's own models.
         decision: where the model's own code first decided by the mode; None where it did not.
     """
@@ -102,6 +119,7 @@ class Tracer(fx.Tracer):
         self.flops: dict[fx.Node, int] = {}
         self.changed: dict[fx.Node, set[int]] = {}
         self.constants: dict[str, Tensor] = {}
+        self.sizes: list[int | TracedShape] = []
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # an operation, whose own code is not recorded
@@ -216,6 +234,8 @@ class Tracer(fx.Tracer):
         """Return an argument as a graph has it."""
         if type(a) is TracedTensor:
             return a.node
+        if type(a) is TracedShape:
+            return super().create_arg(a.whole())
         if isinstance(a, TracedMode):
             return self.create_node("get_attr", "training", (), {})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
@@ -246,7 +266,9 @@ class Tracer(fx.Tracer):
             self._is_running = False
         is_assertion = target is torch._assert
         if is_assertion or (kind != "placeholder" and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
-            return value
+            is_of_form = (target if isinstance(target, str) else getattr(target, "__name__", "")) in _OF_FORM
+            first = args[0].node if args and type(args[0]) is TracedTensor else None
+            return value if is_of_form or first is None else self.show(first, value)
         traced = super().create_proxy(kind, target, args, kwargs)
         assert type(traced) is TracedTensor
         traced.value = value
@@ -259,6 +281,27 @@ class Tracer(fx.Tracer):
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
         return traced
+
+    def show(self, node: fx.Node, found: Any) -> Any:
+        """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
+
+        Those of parameters do not depend on the inputs, nor does anything on those that torch's transformers check.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        if node.op == "get_attr" or (frame is not None and frame.f_code.co_filename == _TRANSFORMERS):
+            return found
+        if isinstance(found, torch.Size):
+            found = TracedShape(found)
+            self.sizes.append(found)
+        else:
+            self.sizes += [leaf for leaf in tree_leaves(found) if type(leaf) is int]
+        return found
+
+    def sizes_read(self) -> list[int]:
+        """Return all sizes that the code read."""
+        return [*chain.from_iterable((one,) if type(one) is int else one.sizes_read() for one in self.sizes)]
 
     def _note_place(self, node: fx.Node) -> None:
         frame = sys._getframe(1)
