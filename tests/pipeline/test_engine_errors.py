@@ -344,6 +344,7 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: build(layers=[Keep(), Keep()]),
             "layers is of type list; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers",
         ),
+        (lambda: build(mesh="cpu"), "mesh is 'cpu'; give what init_device_mesh(device_type, (R, K), mesh_dim_names=("),
         (
             lambda: gpipe.Pipeline(nn.Sequential(Keep()), "cross_entropy", [1], 2),
             "loss is of type str; it must be a function of (outputs, targets)",
@@ -372,7 +373,9 @@ NO_BATCH = "; every tensor needs the examples of the mini-batch, at least one, a
         ((None, torch.zeros(1)), f"the inputs have the shapes no tensor at all{NO_BATCH}"),
         ((ONE_ROW, None), f"the targets have the shapes no tensor at all{NO_BATCH}"),
         (((ONE_ROW, torch.zeros(2)), torch.zeros(1)), f"the inputs have the shapes (1, 3), (2,){NO_BATCH}"),
-        (({"x": ONE_ROW, "n": 1}, torch.zeros(1)), "the payload['n'] is of type int (1); between layers only tensors"),
+        (({"x": ONE_ROW, "n": 1}, torch.zeros(1)), "inputs['n'] is of type int (1); give only tensors, None, and"),
+        ((ONE_ROW, [0]), "targets[0] is of type int (0); give only tensors, None, and"),
+        ((ONE_ROW.numpy(), torch.zeros(1)), "inputs is of type ndarray (array("),
         (ONE_ROW, "the mini-batch has the type Tensor; it must be (inputs, targets)"),
         ((ONE_ROW, ONE_ROW, ONE_ROW), "the mini-batch has 3 entries; it must be (inputs, targets)"),
     ],

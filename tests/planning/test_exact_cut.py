@@ -201,5 +201,7 @@ def test_an_impossible_memory_limit_says_which_bound_is_broken(
 
 @pytest.mark.parametrize("cost", [None, "3", LayerSeconds(1, 1, 1)])
 def test_a_cost_is_a_number(cost: Any) -> None:
-    with pytest.raises(TypeError, match=f"^The cost of layer 1 is of type {type(cost).__name__}; give numbers"):
+    with pytest.raises(
+        TypeError, match=f"^The cost of layer 1 is of type {type(cost).__name__}; give numbers, such as .cost.flops for"
+    ):
         partition_layers([1, cost], 2)

@@ -218,6 +218,14 @@ def test_a_layer_that_looks_at_values_is_named() -> None:
         analyze_layers(nn.Sequential(nn.ReLU(), Peek()), torch.rand(2, 4))
 
 
+@both
+def test_a_module_that_is_no_sequence_is_refused(analysis: Analysis) -> None:
+    with pytest.raises(
+        TypeError, match=r"^layers is of type Linear; it must be an nn\.Sequential .*, such as gpipe\.as_"
+    ):
+        analysis(nn.Linear(3, 3), torch.zeros(2, 3))  # type: ignore[arg-type]
+
+
 def test_layers_of_which_one_looks_at_values_are_measured_with_the_costs_of_those_that_do_not() -> None:
     def build(looking: nn.Module) -> nn.Sequential:
         tied = nn.Linear(4, 4)

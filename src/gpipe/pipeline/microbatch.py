@@ -81,7 +81,7 @@ class Payload:
         if isinstance(value, Tensor) and value.layout is torch.strided:  # what most layers return
             return cls([value], 0, [value.requires_grad])
         tensors: list[Tensor] = []
-        structure = _flatten(value, tensors, {}, "", None)
+        structure = _flatten(value, tensors, {}, "the payload", None)
         return cls(tensors, structure, [tensor.requires_grad for tensor in tensors])
 
     @classmethod
@@ -92,11 +92,11 @@ class Payload:
         return cls.of(gradients)
 
     @classmethod
-    def of_mini_batch(cls, value: Any) -> tuple[Payload, list[int | None]]:
+    def of_mini_batch(cls, value: Any, what: str = "example") -> tuple[Payload, list[int | None]]:
         """Take inputs or targets apart, and find along which dimension of each tensor the examples are."""
         tensors: list[Tensor] = []
         dimensions: list[int | None] = []
-        structure = _flatten(value, tensors, {}, "", dimensions)
+        structure = _flatten(value, tensors, {}, what, dimensions)
         return cls(tensors, structure, [tensor.requires_grad for tensor in tensors]), dimensions
 
     def value(self) -> Any:
@@ -173,7 +173,7 @@ def _flatten(
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise PayloadError(
-                f"the payload{path} is a tensor of layout {value.layout}; only dense tensors travel between layers: "
+                f"{path} is a tensor of layout {value.layout}; only dense tensors travel between layers: "
                 "call .to_dense() in the layer that makes it"
             )
         # The caller's nest keeps every tensor alive meanwhile, so an id cannot be used twice.
@@ -184,7 +184,7 @@ def _flatten(
                 dimensions.append(dimension)
         elif dimensions is not None and dimensions[position] != dimension:
             raise ValueError(
-                f"the tensor at {path} appears twice, and its examples are said to be in dimension "
+                f"{path} appears twice, and its examples are said to be in dimension "
                 f"{dimensions[position]} and {dimension}; say the same for both"
             )
         return position
@@ -197,11 +197,14 @@ def _flatten(
         return "dict", tuple(
             (k, _flatten(item, tensors, positions, f"{path}[{k!r}]", dimensions)) for k, item in value.items()
         )
-    text = repr(value)
+    text, kinds = repr(value), "tensors, None, and tuples, lists and dicts with string keys of them"
     raise PayloadError(
-        f"the payload{path} is of type {type(value).__name__} ({text if len(text) <= 40 else text[:37] + '...'}); "
-        "between layers only tensors, None, and tuples, lists and dicts with string keys of them can travel: make it a "
-        "tensor, or keep it inside one layer"
+        f"{path} is of type {type(value).__name__} ({text if len(text) <= 40 else text[:37] + '...'}); "
+        + (
+            f"between layers only {kinds} can travel: make it a tensor, or keep it inside one layer"
+            if dimensions is None
+            else f"give only {kinds}: torch.as_tensor makes a tensor of numbers and arrays"
+        )
     )
 
 
@@ -226,7 +229,7 @@ def find_batch_size(value: Any, what: str) -> int:
     Raises:
         ValueError: there is no tensor, a tensor without dimensions, an empty batch, or two different lengths.
     """
-    payload, dimensions = Payload.of_mini_batch(value)
+    payload, dimensions = Payload.of_mini_batch(value, what)
     lengths = {
         tensor.shape[dimension] if tensor.ndim else 0
         for tensor, dimension in zip(payload.tensors, dimensions, strict=True)

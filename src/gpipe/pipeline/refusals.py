@@ -90,11 +90,7 @@ def refuse_own_behaviour(layers: Any) -> None:
     name = type(layers).__name__
     if isinstance(layers, nn.Module):
         _refuse_compiled(layers)
-    if not isinstance(layers, nn.Sequential):
-        raise TypeError(
-            f"layers is of type {name}; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers "
-            "makes of any module"
-        )
+    refuse_no_sequence(layers)
     is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
     if not is_plain or "forward" in layers.__dict__:
         raise TypeError(
@@ -106,6 +102,19 @@ def refuse_own_behaviour(layers: Any) -> None:
         key for values in (layers._parameters, layers._buffers) for key, value in values.items() if value is not None
     ]:
         raise ValueError(f"{name} has {own[0]} of its own, which no stage would hold; put it into a layer")
+
+
+def refuse_no_sequence(layers: Any) -> None:
+    """Refuse what is no sequence of layers.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(layers, nn.Sequential):
+        raise TypeError(
+            f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, such as "
+            "gpipe.as_layers makes of any module"
+        )
 
 
 def refuse_hooks(layers: nn.Sequential) -> None:
@@ -219,7 +228,7 @@ def refuse_history(value: Any, what: str) -> None:
     Raises:
         ValueError: naming `what`.
     """
-    if any(tensor.requires_grad for tensor in Payload.of_mini_batch(value)[0].tensors):
+    if any(tensor.requires_grad for tensor in Payload.of_mini_batch(value, what)[0].tensors):
         raise ValueError(
             f"the {what} require gradients, and a training step computes none for them; give {what} without a history "
             "(.detach()), and make what computes them a layer"

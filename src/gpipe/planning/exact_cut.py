@@ -183,8 +183,8 @@ def _check_counts(costs: Sequence[float], num_partitions: int, objective: str) -
     for index, cost in enumerate(costs):
         if not isinstance(cost, SupportsFloat):
             raise TypeError(
-                f"The cost of layer {index} is of type {type(cost).__name__}; give numbers, such as the forward_flops "
-                "of each layer's profile."
+                f"The cost of layer {index} is of type {type(cost).__name__}; give numbers, such as "
+                "[cost.flops for cost in gpipe.analyze_layers(layers, example)]."
             )
         if not (cost >= 0 and cost != math.inf):
             raise ValueError(f"The cost of layer {index} is {cost}; give every layer a finite cost of at least 0.")

@@ -20,6 +20,7 @@ from gpipe._compat.fake_tensors import QuickFakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.refusals import refuse_no_sequence
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.observed_model import PASSES, Arrival, Input, ObservedModel
@@ -141,8 +142,10 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
             may have the marks of `gpipe.split_along` and `gpipe.replicated`.
 
     Raises:
+        TypeError: the layers are no nn.Sequential.
         ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
     """
+    refuse_no_sequence(layers)
     profiles = profile_layers(layers, _sum_outputs, (example, None))
     return [
         LayerCost(

@@ -22,6 +22,7 @@ from gpipe.pipeline.gradient_norm import compute_norms
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.moving_statistics import commit
+from gpipe.pipeline.refusals import refuse_no_sequence
 from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.pipeline.structure import structure
 from gpipe.pipeline.wire.format import count_bytes
@@ -79,9 +80,11 @@ def measure_layers(
         on_layer: called with each layer's seconds as soon as they are known.
 
     Raises:
+        TypeError: the layers are no nn.Sequential.
         ValueError: `repeats` is below 1, a layer cannot run on the example, or is on the meta device, where time has no
             meaning.
     """
+    refuse_no_sequence(layers)
     tensors = chain(Payload.of_mini_batch(example)[0].tensors, layers.parameters(), layers.buffers())
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:

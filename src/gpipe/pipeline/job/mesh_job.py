@@ -269,8 +269,14 @@ def join_job(
     placement: the process of each stage, where there are several.
 
     Raises:
+        TypeError: the mesh is none.
         ValueError: the devices or the mesh do not fit the number of stages.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is {mesh!r}; give what init_device_mesh(device_type, (R, K), mesh_dim_names=('replica', 'stage')) "
+            "returns, or set devices where one process plays all stages"
+        )
     if mesh is not None:
         return MeshJob(mesh, placement, choose_device(devices, mesh), timeout_seconds)
     return Job(choose_devices(devices, layers, len(placement)), timeout_seconds)
