@@ -1,6 +1,7 @@
 """Mini-batches of a torch Dataset: the order, what items draw, resuming, replicas, and workers."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,20 @@ def test_a_resumed_epoch_goes_on_where_it_stopped_with_any_number_of_workers(num
     loader = DatasetLoader(Numbers(), 4, 0, num_workers=num_workers, shuffle=True)
     loader.start_batch = 1
     assert read(loader) == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"image": 1.0, "label": 2}, "a dict of 2 entries"),
+        ((1.0, 2, 3), "a list of 3 entries"),
+        (1.0, "of type Tensor"),
+    ],
+)
+def test_items_that_are_no_pairs_are_refused_with_the_remedy(item: Any, said: str) -> None:
+    loader = DatasetLoader([item] * 4, 2, 0, shuffle=True)
+    with pytest.raises(TypeError, match=rf"^a mini-batch of the dataset is {said}, expected \(.*pass collate=, which"):
+        next(iter(loader))
 
 
 def draw(items: list[tuple[dict[str, torch.Tensor], float]]) -> tuple[list[int], np.ndarray]:

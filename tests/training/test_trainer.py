@@ -85,6 +85,23 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, stop: int, 
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
 
 
+def test_a_second_trainer_of_a_trained_pipeline_does_not_end_silently(tmp_path: Path) -> None:
+    first = small_trainer(tmp_path, checkpoint_folder=None)
+    first.train()
+    num_steps = first.pipeline.step
+    first.train()  # nothing is left to train
+    assert first.pipeline.step == num_steps
+    second = replace(first)
+    said = f"^pipeline.step is {num_steps}, but this trainer stands at step 0 of {num_steps}: .* set pipeline.step = 0"
+    with pytest.raises(ValueError, match=said):
+        second.train()
+    second.pipeline.step = 0
+    before = state_of(second)
+    second.train()
+    assert second.pipeline.step == num_steps
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in state_of(second).items())
+
+
 def test_a_run_without_checkpoints_has_nothing_to_resume(tmp_path: Path) -> None:
     assert not small_trainer(tmp_path).resume()
     assert not small_trainer(tmp_path, checkpoint_folder=None).resume()

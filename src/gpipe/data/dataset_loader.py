@@ -60,9 +60,9 @@ class DatasetLoader(EpochLoader):
         batches = iter(reader)
         for _ in parts:
             started = time.perf_counter()
-            inputs, targets = next(batches)
+            batch = next(batches)
             self.wait_seconds += time.perf_counter() - started
-            yield inputs, targets
+            yield _unpack(batch)
 
 
 class _SeededBatches(Dataset[Any]):
@@ -81,6 +81,18 @@ class _SeededBatches(Dataset[Any]):
     def _item(self, index: int) -> Any:
         seed_sample(self._seed, self._epoch, index)
         return self._dataset[index]
+
+
+def _unpack(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        kind = type(batch).__name__
+        found = f"a {kind} of {len(batch)} entries" if isinstance(batch, tuple | list | dict) else f"of type {kind}"
+        raise TypeError(
+            f"a mini-batch of the dataset is {found}, expected (inputs, targets): let its items be pairs (input, "
+            "target), or pass collate=, which makes such a pair of a list of items."
+        )
+    inputs, targets = batch
+    return inputs, targets
 
 
 def _keep(batch: Any) -> Any:

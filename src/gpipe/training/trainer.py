@@ -233,7 +233,15 @@ class Trainer:
         Raises:
             CheckpointError: the training cannot be saved; where possible, it is found out before the first step.
             Stopped: a process was asked to stop; it is raised on all processes, after the state is saved.
+            ValueError: something else has trained the pipeline.
         """
+        own_step = self._epoch * len(self.train_loader) + self._batch
+        if self.pipeline.step != own_step:
+            raise ValueError(
+                f"pipeline.step is {self.pipeline.step}, but this trainer stands at step {own_step} of "
+                f"{self.num_steps}: something else has trained the pipeline; set pipeline.step = 0 to begin a training "
+                "with its weights, or resume from a checkpoint."
+            )
         try:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
             if not self._is_done:
