@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpipe.environment_secrets import redact
 
@@ -163,7 +164,9 @@ def _sentence(error: Exception) -> str:
     if unknown := _UNKNOWN.match(message):
         if "No match in the defaults list" in message:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
-        node = getattr(error.__cause__, "parent_node", None)
+        node, key = getattr(error.__cause__, "parent_node", None), getattr(error.__cause__, "full_key", None)
+        if node is not None and _takes_any_name(node):
+            return f"{key} is not set yet: write +{key}=..., with a plus, for each name of its own."
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
         return f"{unknown['key']} is unknown{there}: correct its name."
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
@@ -171,6 +174,13 @@ def _sentence(error: Exception) -> str:
         word = message.removeprefix("Error merging override ")
         message = f"{word}: {reason}" if word != message else f"{message}\n{reason}".strip()
     return message if is_sentence and message else f"{type(error).__name__}: {message}"
+
+
+def _takes_any_name(node: Any) -> bool:
+    """Return whether a setting is a dict of names that no schema knows, such as a library's arguments."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.get_type(node) is dict
 
 
 def _last_line(log: re.Match[str]) -> str:

@@ -72,7 +72,8 @@ def make_transformers_config(
     except Exception as error:  # whatever its configuration raises
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise ValueError(
-            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them."
+            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them; where an "
+            "experiment sets them, start from one that does not, such as +experiment=language_model."
         ) from error
 
 
