@@ -61,6 +61,11 @@ def test_the_example_of_a_model_that_is_no_sequence_trains(tmp_path: Path) -> No
     assert re.fullmatch(r"\d+\.\d+ True\n", run_code(tmp_path, find_code("docs/library.md", "traced")))
 
 
+@pytest.mark.slow
+def test_the_example_of_compiled_layers_trains(tmp_path: Path) -> None:
+    assert re.fullmatch(r"\d+\.\d+\n", run_code(tmp_path, find_code("docs/library.md", "compiled")))
+
+
 @pytest.mark.usefixtures("composer")
 def test_what_quickstart_trains_is_loaded_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = build_layers(to_run(compose("train", overrides=["+experiment=amoebanet_imagenet_laptop"])))
