@@ -239,6 +239,52 @@ def test_a_micro_batch_of_padding_alone_has_the_bits_of_whole_weights(processes:
         assert all(np.array_equal(shared[name], full[name]) for name in full)
 
 
+class Viewing(nn.Module):
+    """Returns views of parameters, one of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.query = nn.Linear(6, 6), nn.Parameter(torch.linspace(-1, 1, 6))
+        self.frozen = nn.Parameter(torch.linspace(0, 1, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight = self.linear.weight.T[0].expand(len(x), 6)
+        return self.linear(x), self.query.expand(len(x), 6), weight, self.frozen.expand(len(x), 6)
+
+
+class Multiplying(nn.Module):
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack(parts).prod(0)
+
+
+def train_with_views(rank: int, mode: str) -> list[tuple[float, dict[str, np.ndarray]]]:
+    """Return the loss of an evaluation and the gradients with whole and with shared weights."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    found = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(Viewing(), Multiplying(), nn.Linear(6, 5)).double()
+        pipeline = gpipe.Pipeline(
+            layers, nn.functional.cross_entropy, [3], 2,
+            rematerialize=mode, mesh=mesh, timeout_seconds=10, shard_replicas=shards,
+        )  # fmt: skip
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        batch = inputs, torch.arange(4)
+        pipeline.train_step(batch)
+        gradients = {name: whole(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None}
+        found.append((pipeline.evaluate(*batch)["loss"], gradients))
+        pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_layer_may_return_views_of_its_parameters(mode: str, processes: ProcessPool) -> None:
+    """Their memory is let go of after the layer's forward."""
+    for full, shared in processes.run(2, train_with_views, mode):
+        assert shared[0] == full[0] and shared[1].keys() == full[1].keys()
+        assert all(np.array_equal(shared[1][name], full[1][name]) for name in full[1])
+
+
 def train_with_a_gate_first(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
     layers = nn.Sequential(Gate(), nn.Linear(6, 5))

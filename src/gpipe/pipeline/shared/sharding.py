@@ -112,11 +112,11 @@ class Sharding:
             layer.set_requires_gradient_sync(is_last_backward)
 
     def _use(self, layer: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
-        payload = Payload.of(outputs)
+        payload = _copy_views(Payload.of(outputs), layer)
         parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         wanted = [tensor for tensor in payload.tensors if tensor.requires_grad]
         if not torch.is_grad_enabled() or not parameters:
-            return outputs
+            return payload.value()
         if not wanted:
             raise ValueError(
                 "no output of the layer needs a gradient, though it has weights to train; replicas that share weights "
@@ -125,3 +125,11 @@ class Sharding:
             )
         used = iter(_Use.apply(self, parameters, *parameters, *wanted))  # type: ignore[no-untyped-call]
         return payload.replace([next(used) if tensor.requires_grad else tensor for tensor in payload.tensors]).value()
+
+
+def _copy_views(outputs: Payload, layer: nn.Module) -> Payload:
+    """Return outputs with copies of views of the layer's parameters, whose memory is let go of after its forward."""
+    memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    return outputs.replace(
+        [tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor for tensor in outputs.tensors]
+    )
