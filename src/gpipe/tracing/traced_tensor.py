@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
 from gpipe.tracing.errors import Undecided
+
+if TYPE_CHECKING:
+    from gpipe.tracing.tracer import Tracer
 
 
 class TracedTensor(fx.Proxy):
@@ -19,6 +22,7 @@ class TracedTensor(fx.Proxy):
     """
 
     value: Any
+    tracer: Tracer
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_GRAPH:

@@ -301,7 +301,9 @@ class Tracer(fx.Tracer):
 
     def sizes_read(self) -> list[int]:
         """Return all sizes that the code read."""
-        return [*chain.from_iterable((one,) if type(one) is int else one.sizes_read() for one in self.sizes)]
+        return [
+            *chain.from_iterable(one.sizes_read() if isinstance(one, TracedShape) else (one,) for one in self.sizes)
+        ]
 
     def _note_place(self, node: fx.Node) -> None:
         frame = sys._getframe(1)
