@@ -108,10 +108,8 @@ def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: s
 def test_an_argument_of_a_librarys_model_is_added_with_a_plus(tmp_path: Path, word: str) -> None:
     done = start(tmp_path, "+experiment=language_model_laptop", word)
     assert done.returncode == 1
-    assert done.stderr == (
-        "error: model.arguments.depth is not set yet: write +model.arguments.depth=..., with a plus, for each name "
-        "of its own.\n"
-    )
+    said = "model.arguments.depth is not set yet: add it with a plus, +model.arguments.depth=..., a word of its own."
+    assert done.stderr == f"error: {said}\n"
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_is_refused(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def _sentence(error: Exception) -> str:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
         node, name = getattr(error.__cause__, "parent_node", None), getattr(error.__cause__, "full_key", None)
         if node is not None and _takes_any_name(node):
-            return f"{name} is not set yet: write +{name}=..., with a plus, for each name of its own."
+            return f"{name} is not set yet: add it with a plus, +{name}=..., a word of its own."
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
         return f"{unknown['key']} is unknown{there}: correct its name."
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
