@@ -198,14 +198,11 @@ def _flatten(
             (k, _flatten(item, tensors, positions, f"{path}[{k!r}]", dimensions)) for k, item in value.items()
         )
     text, kinds = repr(value), "tensors, None, and tuples, lists and dicts with string keys of them"
-    raise PayloadError(
-        f"{path} is of type {type(value).__name__} ({text if len(text) <= 40 else text[:37] + '...'}); "
-        + (
-            f"between layers only {kinds} can travel: make it a tensor, or keep it inside one layer"
-            if dimensions is None
-            else f"give only {kinds}: torch.as_tensor makes a tensor of numbers and arrays"
-        )
-    )
+    rule = f"give only {kinds}: torch.as_tensor makes a tensor of numbers and arrays"
+    if dimensions is None:
+        rule = f"between layers only {kinds} can travel: make it a tensor, or keep it inside one layer"
+    text = text if len(text) <= 40 else text[:37] + "..."
+    raise PayloadError(f"{path} is of type {type(value).__name__} ({text}); {rule}")
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
