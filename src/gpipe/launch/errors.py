@@ -134,21 +134,8 @@ def _sentence(error: Exception) -> str:
     if (mark := getattr(error, "problem_mark", None)) is not None:  # a YAML parser's
         problem = getattr(error, "problem", None) or "this is not YAML"
         return f"{mark.name}, line {mark.line + 1}: {problem}: correct it there, or in the line before."
-    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
-        )
-    if isinstance(error, OSError) and error.filename and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
-        return f"{error.filename} cannot be made or opened ({error.strerror}): name another file or folder."
-    if isinstance(error, OSError) and error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "make room there, or raise the limit, and start the same command again"
-        return f"{error.filename} cannot be written ({error.strerror}): {remedy}."
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return (
-            f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
-        )
-    if isinstance(error, OSError) and str(error) == "AF_UNIX path too long":  # Python's own words, without a number
-        return f"{tempfile.gettempdir()} is too long a name for a folder of sockets: set TMPDIR to a shorter one."
+    if isinstance(error, OSError) and (said := _of_a_file(error)) is not None:
+        return said
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
         return f"another process did not come in time ({error}): {remedy}."
@@ -174,6 +161,28 @@ def _sentence(error: Exception) -> str:
         word = message.removeprefix("Error merging override ")
         message = f"{word}: {reason}" if word != message else f"{message}\n{reason}".strip()
     return message if is_sentence and message else f"{type(error).__name__}: {message}"
+
+
+def _of_a_file(error: OSError) -> str | None:
+    """Say what became of a file, and what to do; None where the error's own words must do."""
+    if error.errno == errno.ENAMETOOLONG:
+        return (
+            f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
+        )
+    if str(error) == "AF_UNIX path too long":  # Python's own words, without a number
+        return f"{tempfile.gettempdir()} is too long a name for a folder of sockets: set TMPDIR to a shorter one."
+    if not error.filename:
+        return None
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
+        )
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
+        return f"{error.filename} cannot be made or opened ({error.strerror}): name another file or folder."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "make room there, or raise the limit, and start the same command again"
+        return f"{error.filename} cannot be written ({error.strerror}): {remedy}."
+    return None
 
 
 def _takes_any_name(node: Any) -> bool:
