@@ -22,12 +22,12 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
         ConfigError: they are not those of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
-    own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
-    if "${" in json.dumps(own):
-        raise ConfigError(
-            "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
-        )
     try:
+        own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
+        if "${" in json.dumps(own):
+            raise ConfigError(
+                "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
+            )
         known = {**dict.fromkeys(_nullable(RunConfig)), **plain}
         parts = {field.name: _part(hints[field.name], known[field.name]) for field in fields(RunConfig)}
         run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # which takes care of the types, of all

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.microbatch import Payload, PayloadError, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
@@ -180,9 +181,7 @@ class MessageFormat:
                 parts.append(bytearray(gap))
             is_plain = layout.strides is None and not layout.offset  # its place needs no view
             elements.append(
-                torch.empty(layout.shape, dtype=dtype, device=_HOST)
-                if is_plain
-                else layout.allocate(num_elements, _HOST)
+                allocate_on_host(layout.shape, dtype=dtype) if is_plain else layout.allocate(num_elements, _HOST)
             )
             parts.append(buffer.from_address(elements[-1].data_ptr()))  # which does not keep the tensor alive
         if self._gaps[-1]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
@@ -194,7 +195,7 @@ class Sender(_End):
         found = MessageFormat.of(payload, batch, predicted)
         if found is not predicted:
             self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
-        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8, device="cpu")
+        message = allocate_on_host(self.link.message_bytes(found), dtype=torch.uint8)
         message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
         self._formats.advance(found)
         if self.link.nccl is None:
