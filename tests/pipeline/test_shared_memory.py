@@ -350,3 +350,19 @@ def test_another_tensor_that_is_handed_on_and_changed_is_refused() -> None:
     pipeline = gpipe.Pipeline(layers, F.mse_loss, [1, 1], 3, rematerialize="never")
     with pytest.raises(ValueError, match=r"^a neighbour of stage 1 changed in place what it handed on; hand on a"):
         pipeline.evaluate(batch()[0])
+
+
+class Graph(nn.Module):
+    """Has a sparse buffer, as networks of graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.edges, x)
+
+
+def test_a_buffer_may_be_sparse_in_an_evaluation() -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(Graph(), nn.Identity()), F.mse_loss, [1, 1], 1)
+    assert torch.equal(pipeline.evaluate(batch()[0]), batch()[0])

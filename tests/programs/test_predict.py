@@ -159,6 +159,18 @@ def test_a_class_whose_name_looks_like_mathematics_is_drawn(
     assert "$1_$5_" in answers and (tmp_path / "grid.png").exists()
 
 
+def test_the_names_of_an_earlier_versions_run_are_those_in_its_folder(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (path,) = (copied / "checkpoints").glob("step-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    names = manifest["config"].pop("class_names")
+    path.write_text(json.dumps(seal(manifest)))
+    assert open_classifier(str(copied), torch.device("cpu")).class_names == names
+    (copied / "classes.txt").unlink()
+    assert open_classifier(str(copied), torch.device("cpu")).class_names[:2] == ["class 0", "class 1"]
+
+
 def test_classes_keep_names_with_other_ends_of_lines(run: Path, tmp_path: Path) -> None:
     names = [
         f"a{end}{number}" for number, end in enumerate(["\u0085", "\u2028", "\v", "\f", "\r", " ", "", "-", ".", ","])

@@ -40,6 +40,12 @@ class Reading(nn.Module):
         return self.last(self.read(self.first(tokens)))
 
 
+def view_by_examples(x: Tensor) -> Tensor:
+    shape = x.shape
+    assert len(shape) == 3, f"expected three dimensions, not {shape}"
+    return x.view(shape[0], -1, 4).flatten(1).view(shape[0], -1, 4)
+
+
 def unpack(x: Tensor) -> Tensor:
     _, time, _ = x.shape
     return x.sum(1) / time
@@ -61,6 +67,8 @@ def unpack(x: Tensor) -> Tensor:
         lambda x: x.sum(1) if x.shape[1:] == (8, 4) else x.mean(1),
         lambda x: x.sum(1) if torch.Size((8, 4)) == x[0].shape else x.mean(1),
         lambda x: x.view(x.shape),
+        lambda x: (x.flatten(0, 1) / x.flatten(0, 1).shape[0]).view(x.shape[0], -1, 4),
+        lambda x: x.sum(1) / x.numel(),
     ],
 )
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
@@ -87,6 +95,7 @@ def test_other_sizes_than_the_examples_are_refused_where_code_reads_them(
         lambda x: x.sum(1) / x.shape[0],
         lambda x: x.sum(1) / x.size(0),
         lambda x: x.sum(1) / len(x),
+        view_by_examples,
         lambda x: x.flatten(2).mean(-x.dim() + 1 + x.ndim - 2, keepdim=True) * x,
         lambda x: torch.cat(x.chunk(2, 2)[::-1], 2),
     ],

@@ -84,14 +84,17 @@ class _SeededBatches(Dataset[Any]):
 
 
 def _unpack(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    try:
+        if isinstance(batch, dict | torch.Tensor):
+            raise TypeError("its names, or its rows, would be taken for inputs and targets")
+        inputs, targets = batch
+    except (TypeError, ValueError):
         kind = type(batch).__name__
         found = f"a {kind} of {len(batch)} entries" if isinstance(batch, tuple | list | dict) else f"of type {kind}"
         raise TypeError(
             f"a mini-batch of the dataset is {found}, expected (inputs, targets): let its items be pairs (input, "
             "target), or pass collate=, which makes such a pair of a list of items."
-        )
-    inputs, targets = batch
+        ) from None
     return inputs, targets
 
 

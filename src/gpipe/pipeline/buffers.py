@@ -66,14 +66,13 @@ class Buffers:
     def find_memory(self, modules: Iterable[nn.Module]) -> None:
         """Note where the buffers of the modules that will run lie; of converted batch norms no layer hands one on."""
         own = (m._buffers.values() for m in modules if m._buffers and not isinstance(m, MicroBatchNorm))
-        buffers = [buffer for of_one in own for buffer in of_one if buffer is not None and not is_lazy(buffer)]
-        self._memory = {buffer.untyped_storage().data_ptr() for buffer in buffers if not buffer.is_meta}
+        self._memory = {place for of_one in own for buffer in of_one if (place := _find_place(buffer)) is not None}
 
     def copy_out(self, payload: Payload) -> Payload:
         """Return a payload with copies of tensors that lie in buffers, which the next forward may change in place."""
         if not self._memory or all(payload.differentiable):
             return payload
-        tensors = [t.clone() if t.untyped_storage().data_ptr() in self._memory else t for t in payload.tensors]
+        tensors = [tensor.clone() if _find_place(tensor) in self._memory else tensor for tensor in payload.tensors]
         return payload.replace(tensors)
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
@@ -193,6 +192,13 @@ class Buffers:
                 current[place].copy_(value)
             else:
                 self._put({place: value})
+
+
+def _find_place(tensor: Tensor | None) -> int | None:
+    """Return where a tensor's memory begins; None without plain memory, such as of a sparse or a distributed one."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    return tensor.untyped_storage().data_ptr()
 
 
 def find_shared_buffers(layers: nn.Sequential) -> set[str]:

@@ -111,7 +111,7 @@ def conclude(
         job: the processes that train together.
         gradients: those of this process, which are clipped if they are to be, and dropped if a scaler skips the step.
         loss: of the mini-batch, in the last stage's process.
-        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm", "note".
+        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
         last_stage: its index.
         note: as for `Pipeline.train_step`.
         is_abandoned: whether this process was asked to stop while it compiled; None where nothing is compiled.
@@ -128,13 +128,14 @@ def conclude(
         "fault": [named for named in norms if not math.isfinite(named[1])][:1],
         "norms": norms if max_norm is not None else [],
         "note": [note() if note else None, bool(is_abandoned)],
+        "noted": note is not None or is_abandoned is not None,
         "tied": bits,
     }
     parts = job.gather(own)
     refuse_different([part["given"] for part in parts], "process {} of the pipeline")
     gradients.tied.refuse_parted(part["tied"] for part in parts)
     noted = [part["note"] for part in parts]
-    if note is not None or is_abandoned is not None:
+    if any(part["noted"] for part in parts):
         noted = job.join_replicas(noted)
     notes = [each for each, _ in noted]
     if any(was_abandoned for _, was_abandoned in noted):

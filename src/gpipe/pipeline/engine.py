@@ -252,7 +252,8 @@ class Pipeline(LayerExecution):
                 Only the first stage's process looks at the inputs, and only the last stage's at the targets.
             record_timeline: whether to collect when each task ran, on all stages.
             note: called at the end of the step. What it returns, of JSON's types, is in the report of every process of
-                the job: all learn of it at the same step, without an exchange of its own.
+                the job: all learn of it at the same step, without an exchange of its own. Some process of each replica
+                gives one, or none does.
             scaler: scales the loss for float16. Where a gradient is not finite, it skips the step, on every process:
                 nobody has gradients, no moving average has moved, and `step` stays as it is.
             return_outputs: put the outputs of all micro-batches into the report of the last stage's process.
@@ -278,7 +279,6 @@ class Pipeline(LayerExecution):
                 "step": self.step,
                 "scaler.scale": None if scaler is None else scaler.scale,
                 "max_gradient_norm": max_gradient_norm,
-                "note": note is not None,
             }
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None

@@ -24,7 +24,7 @@ class GradientScaler:
         scale: at first; a power of two changes no bit of a gradient.
         growth_factor: by which it rises.
         backoff_factor: by which it falls.
-        growth_interval: after how many steps in a row it rises.
+        growth_interval: after how many steps in a row it rises; math.inf: never.
 
     Raises:
         ValueError: a number is out of its range.
@@ -36,13 +36,18 @@ class GradientScaler:
         *,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        growth_interval: float = 2000,
     ) -> None:
         checks: tuple[tuple[str, float, Callable[[float], bool], str], ...] = (
             ("scale", scale, lambda one: 0 < one < math.inf, "finite and above 0"),
             ("growth_factor", growth_factor, lambda one: 1 <= one < math.inf, "finite and at least 1"),
             ("backoff_factor", backoff_factor, lambda one: 0 < one < 1, "between 0 and 1"),
-            ("growth_interval", growth_interval, lambda one: one >= 1 and one % 1 == 0, "whole and at least 1"),
+            (
+                "growth_interval",
+                growth_interval,
+                lambda one: one >= 1 and (one == math.inf or one % 1 == 0),
+                "whole and at least 1",
+            ),
         )
         for name, value, is_valid, valid in checks:
             if not (isinstance(value, (int, float)) and is_valid(value)):

@@ -110,7 +110,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     assert isinstance(workload, ImageClassification)
     layers = build_layers(run)
     load_layers(path, layers)
-    class_names = read_class_names(manifest)
+    class_names = read_class_names(manifest, path.parent.parent)
     if class_names is None or len(class_names) != workload.num_classes:  # of an older version, or changed by hand
         class_names = [f"class {label}" for label in range(workload.num_classes)]
     transform = workload.evaluation_transform()

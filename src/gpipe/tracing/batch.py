@@ -67,9 +67,9 @@ def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> b
 
 
 def are_sizes_read(tracers: Sequence[Tracer]) -> bool:
-    """Return whether the code reads a size that does not follow the number of examples."""
+    """Return whether the code reads a size that is not the number of examples alone: in a multiple is another size."""
     rows = [tracer.sizes_read() for tracer in tracers]
-    return len(set(map(len, rows))) != 1 or any(len(set(sizes)) == 1 for sizes in zip(*rows, strict=True))
+    return len(set(map(len, rows))) != 1 or any(sizes != BATCHES for sizes in zip(*rows, strict=True))
 
 
 def find_of_batch(

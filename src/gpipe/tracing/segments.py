@@ -133,6 +133,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             f"{type(model).__name__} has backward hooks, which layers would not call; remove them, or make the model a "
             "submodule of another one"
         )
+    leaves = leaves if isinstance(leaves, str | type) else tuple(leaves)
     _check_leaves(leaves, model)
     modes = {module: module.training for module in model.modules()}
     odd = {module for module, mode in modes.items() if mode != model.training}
@@ -176,7 +177,8 @@ def _check_leaves(leaves: Any, model: nn.Module) -> None:
     """
     if isinstance(leaves, str | type):
         raise TypeError(f"leaves is {leaves!r}; give a list of names and types, such as [{_quote(leaves)}]")
-    names, types = {name for name, _ in model.named_modules()}, set(map(type, model.modules()))
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    types = set(map(type, model.modules()))
     for leaf in leaves:
         if not isinstance(leaf, str | type):
             raise TypeError(f"leaves has an entry of type {type(leaf).__name__}; give names and types of submodules")

@@ -11,18 +11,19 @@ import torch
 class TracedShape(tuple[int, ...]):  # noqa: SLOT001 - a tuple of any length has no slots
     """A shape in the code of a model. What the code does with its sizes is recorded with these numbers.
 
-    `x.shape[0]` reads one size. Whatever else is done with a shape may read all: it is unpacked, compared, or given to
-    C++, which nobody sees.
+    `x.shape[0]` reads one size, and `len(x.shape)` and a text for people none. Whatever else is done with a shape may
+    read all: it is unpacked, compared, or given to C++, which nobody sees.
     """
 
     def __init__(self, _: torch.Size) -> None:
-        self._indexed: list[int] = []
+        self._indexed: dict[int, int] = {}  # sizes by position
         self._is_read_whole = False
+        self._is_looked_at = False  # without a size
 
     def sizes_read(self) -> tuple[int, ...]:
         """Return the sizes that were read."""
-        is_one = len(self._indexed) == 1 and not self._is_read_whole
-        return tuple(self._indexed) if is_one else tuple(self.whole())
+        is_whole = self._is_read_whole or not (self._indexed or self._is_looked_at)
+        return tuple(self.whole()) if is_whole else tuple(self._indexed.values())
 
     def whole(self) -> torch.Size:
         """Return the plain shape, to be read."""
@@ -37,8 +38,16 @@ class TracedShape(tuple[int, ...]):  # noqa: SLOT001 - a tuple of any length has
         if not isinstance(key, int):
             return self.whole()[key]
         size = tuple.__getitem__(self, key)
-        self._indexed.append(size)
+        self._indexed[key % tuple.__len__(self)] = size
         return size
+
+    def __len__(self) -> int:
+        self._is_looked_at = True
+        return tuple.__len__(self)
+
+    def __repr__(self) -> str:
+        self._is_looked_at = True
+        return repr(torch.Size(tuple.__iter__(self)))
 
     __hash__ = tuple.__hash__
 

@@ -140,8 +140,8 @@ class Totals:
         return True
 
     def forget_evaluations(self) -> None:
-        """Begin as if nothing had been evaluated."""
-        self.evaluation, self.evaluated_step, self.best_top1 = {}, None, None
+        """Begin as if nothing had been evaluated; but the batch norms still have the statistics of an evaluation."""
+        self.evaluation, self.best_top1 = {}, None
         self.least_loss, self.least_saved_loss, self.num_worse = {}, None, 0
 
     def first(self, metric: str) -> float | None:

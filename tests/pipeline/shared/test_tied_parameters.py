@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -208,3 +209,17 @@ def test_a_tied_parameter_has_gradients_of_its_own_type() -> None:
     layers[0].weight.grad_dtype = torch.float32
     with pytest.raises(ValueError, match=r"^layers.0.weight is of the type torch.bfloat16, and its gradient, of which"):
         gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1], 2)
+
+
+@pytest.mark.parametrize("is_first_frozen", [False, True])
+def test_a_frozen_parameter_in_the_memory_of_a_trained_one_stays_frozen(is_first_frozen: bool) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    layers[1].weight = nn.Parameter(layers[0].weight.data, requires_grad=is_first_frozen)
+    layers[0].weight.requires_grad_(not is_first_frozen)
+    plain = copy.deepcopy(layers)
+    batch = torch.ones(2, 3), torch.zeros(2, 3)
+    gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1], 1).train_step(batch)
+    nn.functional.mse_loss(plain(batch[0]), batch[1]).backward()
+    for own, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) is (expected.grad is None)
+        assert own.grad is None or torch.equal(own.grad, expected.grad)

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.device_work import DeviceWork
@@ -36,7 +35,6 @@ class Job:
         on_failure: called when a step fails, to drop what is left of it. Weak: a pipeline's layers may refer to it, and
             its job, which must be closed after it, would keep both.
         process: the index of this process in its pipeline.
-        outliving: a group of processes that layers go on using when the job has been closed.
     """
 
     process = 0
@@ -49,7 +47,6 @@ class Job:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
-        self.outliving: dist.ProcessGroup | None = None
         self.on_failure: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._failure: str | None = None  # why the processes cannot go on together
 

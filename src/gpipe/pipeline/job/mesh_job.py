@@ -69,7 +69,6 @@ class MeshJob(Job):
         stages = name_stages(own)
         name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
-        self._groups: list[dist.ProcessGroup] = []
         self._watch = Watch(open_store(), self._rank, own, name, timeout_seconds, self.device_work)
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
@@ -185,10 +184,6 @@ class MeshJob(Job):
         for messenger in filter(None, (self._messenger, self._replica_messenger)):
             messenger.close()
         self._watch.join()
-        for group in self._groups:
-            if group is not self.outliving:
-                with suppress(ValueError, RuntimeError):  # the user has ended torch.distributed, or it is broken
-                    dist.destroy_process_group(group)
         self._failure = self._failure or "it was closed"
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
@@ -252,7 +247,6 @@ class MeshJob(Job):
         for ranks, group in zip(members, groups, strict=True):
             if self._rank in ranks:
                 self._watch.guard(group, is_link=is_link)
-                self._groups.append(group)
                 return group
         return None
 

@@ -149,6 +149,11 @@ class Averaging:
             for state in chain.from_iterable(
                 (*layer.parameters(), *layer.buffers()) for layer in self._layers.values()
             ):
+                if state.layout is not torch.strided:
+                    raise ValueError(
+                        f"a buffer of shape {tuple(state.shape)} has the layout {state.layout}, and replicas exchange "
+                        "only dense ones; register it as a dense tensor, and make it sparse in the forward"
+                    )
                 own = _distinct(state.detach())
                 part = own.contiguous().view(-1).view(torch.uint8)  # as bytes: no backend knows all types of torch
                 if part.numel():

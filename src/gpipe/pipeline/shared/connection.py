@@ -28,8 +28,6 @@ def connect_stages(
         return
     if shards:
         from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
-
-        job.outliving = job.replicas.group
     if synchronizes:
         from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
     for k, stage in stages.items():

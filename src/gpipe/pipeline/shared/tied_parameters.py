@@ -165,13 +165,15 @@ class TiedParameters:
 def _identify(parameter: Parameter, *, marked: bool = True) -> Hashable:
     """Return what tells a parameter from others: two objects in the same memory, such as by `.data`, are one.
 
-    marked: whether copies that went through a pipeline are one too.
+    A frozen one and a trained one are two: they have different gradients. `marked`: whether copies that went through a
+    pipeline are one too.
     """
     if marked and hasattr(parameter, _MARK):
         return id(getattr(parameter, _MARK))
-    if parameter.is_meta or is_lazy(parameter) or parameter.data_ptr() == 0:
+    if type(parameter) is not Parameter or parameter.is_meta or is_lazy(parameter) or parameter.data_ptr() == 0:
         return id(parameter)
-    return parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+    place = parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+    return *place, parameter.requires_grad
 
 
 def checksum(tensor: Tensor) -> int:
