@@ -176,8 +176,8 @@ class Sender(_End):
         super().__init__(link, "sends-to")
 
     def start(self, *, training: bool) -> None:
-        """Begin a step when the one before has been sent: evaluations wait for no answer, and would fill the memory."""
-        if self._num_left > self._num_sent:
+        """Begin a step; an evaluation when all before is sent, as it waits for no answer, and could fill the memory."""
+        if not training and self._num_left > self._num_sent:
             with self.link.messenger.waiting_for(self.link.peer):
                 while self._num_left > self._num_sent and self._error is None:
                     time.sleep(_LOOK_SECONDS)
