@@ -52,7 +52,7 @@ def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str)
 
     Args:
         parameters: by name.
-        why: such as "that replicas average".
+        why: what is done with the gradients, such as "which replicas average".
 
     Raises:
         ValueError: naming the first.
