@@ -7,10 +7,11 @@ import hydra
 from omegaconf import DictConfig
 
 from gpipe.config.literally import take_literally
-from gpipe.config.predict import LITERAL, register_schema, to_settings
+from gpipe.config.predict import LITERAL, PredictConfig
+from gpipe.config.run import register_schema, to_settings
 from gpipe.launch.errors import report_errors, report_hydra_errors
 
-register_schema()
+register_schema("predict_schema", PredictConfig)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="predict")

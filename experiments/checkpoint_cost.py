@@ -90,7 +90,7 @@ class Training:
         position = Position(self.pipeline.step, 0, self.pipeline.step, 0)
         self.saver.save(Content(position, get_tensors(self.pipeline, self.ema), wrap_optimizer(self.optimizer)))
         saving = time.perf_counter() - start
-        while self.saver.is_busy:
+        while self.saver.status() is not None:
             self.saver.check(self.step())
         return saving + self.still, time.perf_counter() - start
 

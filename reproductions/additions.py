@@ -1,11 +1,12 @@
 """Add the records of a study, a run or a sweep to a claim; the pages are rendered afterwards, see pages.py."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpipe.programs.jobs import SweepJob
+from gpipe.programs.jobs import Outcome, SweepJob
 from gpipe.records import (
     RECORD_FILE,
     Record,
@@ -20,6 +21,8 @@ from reproductions import FOLDER, ROOT, RUNS_FILE
 from reproductions.curve import read_curve, read_training
 
 METRICS_FILE = "metrics.jsonl"
+# The engine's message about a step whose loss or gradient is not finite.
+_NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
 
 
 def read_run(folder: Path) -> Record:
@@ -67,7 +70,7 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob],
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
     new = [read_run(job.folder) for job in jobs if job.record is not None]
-    new += [_make_diverged_record(job, command, experiment) for job in jobs if job.outcome.is_diverged]
+    new += [_make_diverged_record(job, command, experiment) for job in jobs if _is_diverged(job.outcome)]
     unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
     without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
     for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
@@ -100,3 +103,8 @@ def _replaces(new: Record, old: Record) -> bool:
         return False
     is_speed = new.kind == "measured" and new.results.get("top1") is None and "failure" not in new.results
     return not is_speed or (new.hardware, new.config.get("launch")) == (old.hardware, old.config.get("launch"))
+
+
+def _is_diverged(outcome: Outcome) -> bool:
+    """Return whether the job failed because its loss or a gradient was not finite."""
+    return outcome.status == "failed" and _NOT_FINITE.search(outcome.reason or "") is not None

@@ -8,7 +8,7 @@ which keeps the ratio of transfer to computing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Study:
         """Return the speed of the paper's device, for a simulation slowed to that of this machine."""
         if kind == "planned":
             return self.planned_speed
-        return self.planned_speed.slowed(self.flops_per_second("planned") / self.flops_per_second("simulated"))
+        return slow_down(self.planned_speed, self.flops_per_second("planned") / self.flops_per_second("simulated"))
 
     def cut(self, size: int, num_stages: int, kind: str, by: str) -> list[int]:
         """Return the partitions by "seconds", with the smallest maximum, or by "flops", with the paper's rule.
@@ -143,3 +143,17 @@ class Study:
             "examples_per_second": size * num_microbatches / found.step_seconds,
             "shares": break_down(found)._asdict(),
         }
+
+
+def slow_down(speed: Speed, factor: float) -> Speed:
+    """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
+    return replace(
+        speed,
+        peak_flops_per_second=speed.peak_flops_per_second / factor,
+        flops_per_second=speed.flops_per_second / factor,
+        bytes_per_second=speed.bytes_per_second / factor,
+        link_bytes_per_second=speed.link_bytes_per_second / factor,
+        operation_seconds=speed.operation_seconds * factor,
+        hop_seconds=speed.hop_seconds * factor,
+        task_seconds=speed.task_seconds * factor,
+    )

@@ -77,7 +77,7 @@ def test_training_that_goes_on_does_not_change_what_is_written(tmp_path: Path, g
     run.train(3, saver.wait_until_copied)
     assert gate.reached.wait(60)
     saver.check([saver.status()])
-    assert saver.is_busy and not path.exists() and find_latest(tmp_path) is None
+    assert saver.status() is not None and not path.exists() and find_latest(tmp_path) is None
     gate.open.set()
     saver.wait()
     reader = small_run((2, 4), seed=1, optimizer=optimizer)

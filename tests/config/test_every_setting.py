@@ -15,8 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe import config
-from gpipe.config import ConfigError, predict, register_schemas, to_run, translate
+from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import PlanConfig
+from gpipe.config.predict import PredictConfig
+from gpipe.config.run import register_schema, to_settings
+from gpipe.config.translate import TranslateConfig
 from gpipe.launch.errors import _sentence
 from tests.config.composition import composed
 
@@ -43,8 +46,8 @@ TEXTS = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *EMPTY, *WORD)
 PROGRAMS: dict[str, tuple[Callable[[], None], Callable[[DictConfig], Any]]] = {
     "train": (register_schemas, to_run),
     "plan": (lambda: register_schemas(PlanConfig), to_run),
-    "predict": (predict.register_schema, predict.to_settings),
-    "translate": (translate.register_schema, translate.to_settings),
+    "predict": (lambda: register_schema("predict_schema", PredictConfig), to_settings),
+    "translate": (lambda: register_schema("translate_schema", TranslateConfig), to_settings),
 }
 # They declare what others share.
 ABSTRACT = {"DataConfig", "ImagesConfig", "TokensConfig", "ModelConfig", "OptimizerConfig"}

@@ -231,7 +231,7 @@ def test_an_evaluation_behind_a_skipped_step_leaves_the_save_under_way_alone(
     log = trainer.tracker.log
 
     def note_wait(saver: Saver) -> None:
-        if saver.is_busy:
+        if saver.status() is not None:
             is_awaited.set()
         wait(saver)
 

@@ -156,11 +156,7 @@ class Manifest(_Closed):
         return manifest
 
     def check_file(self, folder: Path, name: str) -> None:
-        """Compare a file with its size, its SHA-256 and its tensors.
-
-        Raises:
-            DamagedCheckpoint: it names the first difference.
-        """
+        """Compare a file with its size, its SHA-256 and its tensors."""
         path, entry = folder / name, self.files[name]
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) != entry.size:

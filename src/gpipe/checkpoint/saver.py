@@ -115,11 +115,6 @@ class Saver:
         if self._writer is not None:
             self._writer.wait_until_copied()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way, as far as `check` and `wait` have seen: the same on all processes that write."""
-        return self._writer is not None
-
     def status(self) -> dict[str, Any] | None:
         """Return the status of this process's part of the save under way, for `check`; None if there is none."""
         return None if self._writer is None else self._writer.status()

@@ -131,9 +131,6 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     Args:
         composed: with Hydra's own settings.
         overrides: the words of the command line, which may name files.
-
-    Raises:
-        ConfigCompositionException: it does, or has one.
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)

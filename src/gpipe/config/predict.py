@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 
 from gpipe.config.checks import ConfigError, at_least, countable
-from gpipe.config.gate import guard_composition
 from gpipe.config.pipeline import Device
-from gpipe.config.run import refuse_added_keys
 
 LITERAL = ("checkpoint", "images", "output", "grid")
 """Settings that are names of files."""
@@ -44,21 +41,3 @@ class PredictConfig:
                 raise ConfigError(f"{name} is null, expected {what}: set {name}=<{what}>.")
         at_least("top", self.top, 1)
         at_least("batch_size", self.batch_size, 1)
-
-
-def register_schema() -> None:
-    """Tell Hydra the shape of these settings, and let it compose none that name files or code."""
-    guard_composition()
-    ConfigStore.instance().store(name="predict_schema", node=PredictConfig)
-
-
-def to_settings(composed: DictConfig) -> PredictConfig:
-    """Turn what Hydra composed into checked settings.
-
-    Raises:
-        ConfigError: a value is wrong, or a key is unknown.
-    """
-    refuse_added_keys(composed, "")
-    settings = OmegaConf.to_object(composed)
-    assert isinstance(settings, PredictConfig)
-    return settings

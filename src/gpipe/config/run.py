@@ -168,8 +168,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
 
     From then on it also refuses a configuration that names code or holds a secret of the environment.
     """
-    guard_composition()
-    ConfigStore.instance().store(name="run_schema", node=run)
+    register_schema("run_schema", run)
     _register_parts()
 
 
@@ -287,6 +286,22 @@ def to_run(composed: DictConfig) -> RunConfig:
         raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)
     return run
+
+
+def register_schema(name: str, node: type[Any]) -> None:
+    """Tell Hydra the shape of a program's settings, and let it compose none that name files or code."""
+    guard_composition()
+    ConfigStore.instance().store(name=name, node=node)
+
+
+def to_settings(composed: DictConfig) -> Any:
+    """Turn what Hydra composed into a program's checked settings.
+
+    Raises:
+        ConfigError: a value is wrong, or a key is unknown.
+    """
+    refuse_added_keys(composed, "")
+    return OmegaConf.to_object(composed)
 
 
 def refuse_open(composed: DictConfig) -> None:

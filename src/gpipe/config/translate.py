@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, within
-from gpipe.config.gate import guard_composition
 from gpipe.config.pipeline import Device
-from gpipe.config.run import refuse_added_keys
 
 LITERAL = ("checkpoint", "text", "file", "output")
 """Settings that are texts and names of files."""
@@ -63,21 +60,3 @@ class TranslateConfig:
         at_least("max_length_a", self.max_length_a, 0)
         at_least("max_length_b", self.max_length_b, 1)
         at_least("batch_size", self.batch_size, self.max_length)
-
-
-def register_schema() -> None:
-    """Tell Hydra the shape of these settings, and let it compose none that name files or code."""
-    guard_composition()
-    ConfigStore.instance().store(name="translate_schema", node=TranslateConfig)
-
-
-def to_settings(composed: DictConfig) -> TranslateConfig:
-    """Turn what Hydra composed into checked settings.
-
-    Raises:
-        ConfigError: a value is wrong, or a key is unknown.
-    """
-    refuse_added_keys(composed, "")
-    settings = OmegaConf.to_object(composed)
-    assert isinstance(settings, TranslateConfig)
-    return settings

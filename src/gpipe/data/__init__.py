@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe.data.images.catalogue import (
     IMAGE_SETS,
-    Source,
-    TableCounts,
     check_image_set,
     count_classes,
     count_differences,
@@ -47,8 +45,8 @@ _MODULES = {
 __all__ = [
     "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "BytesToPixels", "DataMissing", "DatasetLoader",
     "ImageArray", "ImageFiles", "ImageLoader", "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens",
-    "Source", "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch",
-    "TranslationLoader", "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences",
+    "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch",
+    "TranslationLoader", "check_data", "check_image_set", "count_classes", "count_differences",
     "evaluation_transform", "open_corpus", "open_image_set", "open_text_folder", "open_text_tokenizer",
     "open_tokenizer", "refuse_other_classes", "sampling_probabilities", "split_of", "tell_several_labels",
     "training_transform",

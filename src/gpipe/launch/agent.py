@@ -1,7 +1,6 @@
 """torch's elastic agent, which starts the processes of a run, watches how they end, and starts them again."""
 
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gpipe._compat.fork_server import kill_fork_server
 from gpipe.launch.rendezvous import OneHost
+from gpipe.launch.stops import environment_variable
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 3  # for a process that ignores SIGTERM
@@ -105,7 +105,8 @@ class Agent(LocalElasticAgent):
             What the processes returned, by rank; or, where the last try failed, how its first process ended.
         """
         try:
-            with _without_signal_handlers():
+            # Torch is not to handle four signals: they have handlers already, and nohup ignores SIGHUP.
+            with environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
                 result = self.run()
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
@@ -181,17 +182,3 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
         yield "forkserver"
     finally:
         kill_fork_server()  # the next run of this process has another environment and another output
-
-
-@contextmanager
-def _without_signal_handlers() -> Iterator[None]:
-    """Keep torch from handling four signals: they have handlers already, and nohup ignores SIGHUP."""
-    name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    before = os.environ.get(name)
-    os.environ[name] = ""
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

@@ -25,9 +25,6 @@ def check_devices(num_processes: int, device: str, num_threads: int | None, pin_
         device: cpu, cuda or auto.
         num_threads: threads per process; None counts as one.
         pin_cores: whether each process gets cores of its own.
-
-    Raises:
-        DevicesMissing: there are too few.
     """
     if is_adopted():
         return

@@ -59,7 +59,10 @@ class _Listener:
         if hasattr(signal, "sigtimedwait"):
             self.block()
             # Python up to 3.12 removes the block when it starts the resource tracker, so start that one beforehand.
-            with _quiet_resource_tracker():
+            # No warnings about left semaphores: they would follow, in a run whose processes were killed,
+            # the message that names the cause.
+            silent = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")))
+            with environment_variable("PYTHONWARNINGS", silent):
                 resource_tracker.ensure_running()
             self.block()
             self._thread.start()
@@ -163,19 +166,16 @@ class _Listener:
 
 
 @contextmanager
-def _quiet_resource_tracker() -> Iterator[None]:
-    """Silence the warnings about left semaphores of the resource tracker that starts in the body.
-
-    They would be the last lines of a run whose processes were killed, after the message that names the cause.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable while the body runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["PYTHONWARNINGS"]
+        del os.environ[name]
         if before is not None:
-            os.environ["PYTHONWARNINGS"] = before
+            os.environ[name] = before
 
 
 _listener: _Listener | None = None  # a process has one set of signal handlers

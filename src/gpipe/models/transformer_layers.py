@@ -48,27 +48,20 @@ class PreNormLayer(nn.Module):
         num_heads: of the attention.
         head_size: channels per head.
         dropout: the probability after each branch.
-        causal: let a position attend only to itself and those before it.
-        feedforward_scale: factor of the initial weights of the two fully connected layers.
+        scale: factor of the initial weights of the two fully connected layers.
     """
 
+    causal = True  # a position attends only to itself and those before it
+
     def __init__(
-        self,
-        model_size: int,
-        feedforward_size: int,
-        num_heads: int,
-        head_size: int,
-        dropout: float,
-        *,
-        causal: bool,
-        feedforward_scale: float = 1.0,
+        self, model_size: int, feedforward_size: int, num_heads: int, head_size: int, dropout: float, scale: float = 1.0
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(model_size)
-        self.attention = SelfAttention(model_size, num_heads, head_size, causal=causal)
+        self.attention = SelfAttention(model_size, num_heads, head_size, causal=self.causal)
         self.feedforward_norm = nn.LayerNorm(model_size)
-        self.widen = Linear(model_size, feedforward_size, feedforward_scale)
-        self.narrow = Linear(feedforward_size, model_size, feedforward_scale)
+        self.widen = Linear(model_size, feedforward_size, scale)
+        self.narrow = Linear(feedforward_size, model_size, scale)
         self.dropout = nn.Dropout(dropout)
 
     def attend_to_itself(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -90,7 +83,7 @@ class TransformerLayer(PreNormLayer):
     """
 
     def __init__(self, model_size: int, feedforward_size: int, num_heads: int, dropout: float) -> None:
-        super().__init__(model_size, feedforward_size, num_heads, model_size // num_heads, dropout, causal=True)
+        super().__init__(model_size, feedforward_size, num_heads, model_size // num_heads, dropout)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.feed_forward(self.attend_to_itself(states))

@@ -85,7 +85,9 @@ def translation_transformer(
     Raises:
         ValueError: a value is out of range.
     """
-    _check_sizes(num_layers, feedforward_size, num_heads, vocabulary_size, model_size, head_size, padding_index)
+    for name, value in (("num_layers", num_layers), ("feedforward_size", feedforward_size), ("num_heads", num_heads)):
+        check_at_least(name, value, 1)
+    _check_sizes(vocabulary_size, model_size, head_size, padding_index)
     _check_options(dropout, tied, logit_limit, soft_limit)
     sizes = (model_size, feedforward_size, num_heads, head_size, dropout, 1 / num_layers if scale_feedforward else 1.0)
     source = SourceEmbedding(vocabulary_size, model_size, dropout, padding_index)
@@ -100,18 +102,7 @@ def translation_transformer(
     return nn.Sequential(source, *encoder, target, *decoder, DecoderNorm(model_size), softmax)
 
 
-def _check_sizes(
-    num_layers: int,
-    feedforward_size: int,
-    num_heads: int,
-    vocabulary_size: int,
-    model_size: int,
-    head_size: int,
-    padding_index: int,
-) -> None:
-    check_at_least("num_layers", num_layers, 1)
-    check_at_least("feedforward_size", feedforward_size, 1)
-    check_at_least("num_heads", num_heads, 1)
+def _check_sizes(vocabulary_size: int, model_size: int, head_size: int, padding_index: int) -> None:
     check_at_least("vocabulary_size", vocabulary_size, 2)
     check_at_least("head_size", head_size, 1)
     if model_size < 2 or model_size % 2:

@@ -42,24 +42,7 @@ class SourceEmbedding(nn.Module):
 class EncoderLayer(PreNormLayer):
     """Encoding -> encoding: every position attends to its whole sentence."""
 
-    def __init__(
-        self,
-        model_size: int,
-        feedforward_size: int,
-        num_heads: int,
-        head_size: int,
-        dropout: float,
-        feedforward_scale: float,
-    ) -> None:
-        super().__init__(
-            model_size,
-            feedforward_size,
-            num_heads,
-            head_size,
-            dropout,
-            causal=False,
-            feedforward_scale=feedforward_scale,
-        )
+    causal = False
 
     def forward(self, encoding: Encoding) -> Encoding:
         states, padding, previous = encoding
@@ -86,23 +69,9 @@ class DecoderLayer(PreNormLayer):
     """
 
     def __init__(
-        self,
-        model_size: int,
-        feedforward_size: int,
-        num_heads: int,
-        head_size: int,
-        dropout: float,
-        feedforward_scale: float,
+        self, model_size: int, feedforward_size: int, num_heads: int, head_size: int, dropout: float, scale: float
     ) -> None:
-        super().__init__(
-            model_size,
-            feedforward_size,
-            num_heads,
-            head_size,
-            dropout,
-            causal=True,
-            feedforward_scale=feedforward_scale,
-        )
+        super().__init__(model_size, feedforward_size, num_heads, head_size, dropout, scale)
         self.memory_attention_norm = nn.LayerNorm(model_size)
         self.memory_attention = MemoryAttention(model_size, num_heads, head_size)
 

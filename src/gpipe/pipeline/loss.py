@@ -107,11 +107,7 @@ class MiniBatchLoss:
         return share
 
     def refuse_without_gradient(self) -> None:
-        """Refuse a loss that gave none of the outputs a gradient, in no micro-batch: nothing would be trained.
-
-        Raises:
-            ValueError: it is such a one.
-        """
+        """Refuse a loss that gave none of the outputs a gradient, in no micro-batch: nothing would be trained."""
         if self._lacks_gradient:
             raise ValueError(
                 "the loss has no gradient with respect to the outputs, so nothing would be trained; do not detach "

@@ -27,12 +27,7 @@ _HOOKS = (
 def check_numbers(
     num_microbatches: Any, output_dimension: Any, seed: Any, stages_per_device: Any, timeout_seconds: Any
 ) -> None:
-    """Refuse settings of a pipeline that are not the numbers that they should be.
-
-    Raises:
-        TypeError: the seed is not.
-        ValueError: another one is not.
-    """
+    """Refuse settings of a pipeline that are not the numbers that they should be."""
     if type(num_microbatches) is not int or num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
     if type(output_dimension) is not int or output_dimension < 0:
@@ -53,9 +48,6 @@ def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str)
     Args:
         parameters: by name.
         why: what is done with the gradients, such as "which replicas average".
-
-    Raises:
-        ValueError: naming the first.
     """
     for name, parameter in parameters:
         if parameter.requires_grad and parameter.grad_dtype is not parameter.dtype:
@@ -105,11 +97,7 @@ def refuse_own_behaviour(layers: Any) -> None:
 
 
 def refuse_no_sequence(layers: Any) -> None:
-    """Refuse what is no sequence of layers.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Refuse what is no sequence of layers."""
     if not isinstance(layers, nn.Sequential):
         raise TypeError(
             f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, such as "
@@ -118,11 +106,7 @@ def refuse_no_sequence(layers: Any) -> None:
 
 
 def refuse_hooks(layers: nn.Sequential) -> None:
-    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them, nor compiled code.
-
-    Raises:
-        ValueError: it has one, or is compiled.
-    """
+    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them, nor compiled code."""
     _refuse_compiled(layers)
     if any(getattr(layers, kind) for kind in _HOOKS):
         raise ValueError(
@@ -139,12 +123,7 @@ def _refuse_compiled(layers: nn.Module) -> None:
 
 
 def refuse_parameters_of_loss(loss: Any) -> None:
-    """Refuse a loss with something to train: nothing would average, clip or save its gradients.
-
-    Raises:
-        TypeError: it cannot be called.
-        ValueError: naming the first such parameter.
-    """
+    """Refuse a loss with something to train: nothing would average, clip or save its gradients."""
     if not callable(loss):
         raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -161,9 +140,6 @@ def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tens
 
     loss: of a micro-batch, with its graph down to the `outputs`.
     known: this process's parameters.
-
-    Raises:
-        ValueError: such as above.
     """
     stack: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {*stack, *(tensor.grad_fn for tensor in outputs.tensors)}
@@ -223,11 +199,7 @@ def _describe(value: Any) -> str:
 
 
 def refuse_history(value: Any, what: str) -> None:
-    """Refuse inputs or targets that want a gradient: none comes back to them.
-
-    Raises:
-        ValueError: naming `what`.
-    """
+    """Refuse inputs or targets that want a gradient: none comes back to them."""
     if any(tensor.requires_grad for tensor in Payload.of_mini_batch(value, what)[0].tensors):
         raise ValueError(
             f"the {what} require gradients, and a training step computes none for them; give {what} without a history "
@@ -236,11 +208,7 @@ def refuse_history(value: Any, what: str) -> None:
 
 
 def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) -> None:
-    """Refuse layers that were put in the place of those that the stages run, or beside them.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse layers that were put in the place of those that the stages run, or beside them."""
     if others := [name for name in layers._modules if name not in map(str, own)]:
         raise ValueError(
             f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
@@ -250,11 +218,7 @@ def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) 
 
 
 def refuse_changed_model(layers: nn.Sequential, own: Mapping[int, nn.Module], num_layers: int) -> None:
-    """Refuse hooks of a model that was cut, and layers put in the place of those that the stages run, or behind them.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse hooks of a model that was cut, and layers put in place of those that the stages run, or behind them."""
     refuse_hooks(layers)
     if len(layers) > num_layers:
         raise ValueError(
@@ -278,9 +242,6 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
 
     Meanwhile an output may still be on its way to the next stage, and other micro-batches wait for their backward.
     Torch begins to reuse that memory with the first forward after a backward, which in 1F1B is in the midst of a step.
-
-    Raises:
-        ValueError: naming the option.
     """
     asked = {
         "mode": options.get("mode") in ("reduce-overhead", "max-autotune"),
@@ -300,9 +261,6 @@ def refuse_to_capture(exchanging: Mapping[str, bool]) -> None:
     """Refuse to run layers as CUDA graphs where they exchange among replicas.
 
     exchanging: which settings of the pipeline let layers exchange in the midst of a step.
-
-    Raises:
-        ValueError: naming the setting.
     """
     for name in (name for name, is_true in exchanging.items() if is_true):
         raise ValueError(
@@ -312,21 +270,13 @@ def refuse_to_capture(exchanging: Mapping[str, bool]) -> None:
 
 
 def refuse_second_way(wanted: str, found: str | None) -> None:
-    """Refuse another way to run layers than the one that was chosen before.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse another way to run layers than the one that was chosen before."""
     if found not in (None, wanted):
         raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")
 
 
 def refuse_unconverted(layers: nn.Module) -> None:
-    """Refuse a batch norm whose moving averages would move once per micro-batch, and again in each recomputation.
-
-    Raises:
-        ValueError: naming the first such layer.
-    """
+    """Refuse a batch norm whose moving averages would move once per micro-batch, and again in each recomputation."""
     for name, module in layers.named_modules():
         if isinstance(module, AnyBatchNorm) and not isinstance(module, MicroBatchNorm):
             remedy = (
@@ -343,9 +293,6 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str
     """Refuse embeddings whose gradients or weights depend on all examples of a mini-batch at once, or on other layers.
 
     tied: the names of the parameters that several layers share, in the whole model.
-
-    Raises:
-        ValueError: naming the first such layer.
     """
     for name, module in layers.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -367,11 +314,7 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str
 
 
 def refuse_late_parameters(layers: nn.Module) -> None:
-    """Refuse parameters that fully_shard does not know, because they came after the pipeline.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse parameters that fully_shard does not know, because they came after the pipeline."""
     for name, parameter in layers.named_parameters():
         if not hasattr(parameter, "to_local"):
             raise ValueError(
@@ -381,11 +324,7 @@ def refuse_late_parameters(layers: nn.Module) -> None:
 
 
 def refuse_sharded(layers: nn.Sequential) -> None:
-    """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients."""
     for index, layer in enumerate(layers):
         if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
             raise ValueError(
@@ -440,11 +379,7 @@ def unpack_mini_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def refuse_inference_mode() -> None:
-    """Refuse to train where torch lets no tensor have a graph, even within `torch.enable_grad`.
-
-    Raises:
-        RuntimeError: it is such a place.
-    """
+    """Refuse to train where torch lets no tensor have a graph, even within `torch.enable_grad`."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "train_step is called within torch.inference_mode(), where nothing can train; leave that mode first"
@@ -452,21 +387,13 @@ def refuse_inference_mode() -> None:
 
 
 def refuse_max_norm(max_norm: float | None) -> None:
-    """Refuse to clip gradients at what is no norm.
-
-    Raises:
-        ValueError: it is negative or not a number.
-    """
+    """Refuse to clip gradients at what is no norm."""
     if max_norm is not None and not max_norm >= 0:
         raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
 
 
 def refuse_other_scaler(scaler: Any) -> None:
-    """Refuse a scaler on which the processes would not agree, such as torch's.
-
-    Raises:
-        TypeError: it is one.
-    """
+    """Refuse a scaler on which the processes would not agree, such as torch's."""
     if not isinstance(scaler, GradientScaler | None):
         raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
 
@@ -477,9 +404,6 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
     Args:
         given: by each.
         where: names the process of a number: "replica {}".
-
-    Raises:
-        ValueError: naming the first value.
     """
     for process, other in enumerate(given[1:], 1):
         for name in {**given[0], **other}:
@@ -497,9 +421,6 @@ def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored
         inputs: of the stage.
         versions: those that its tensors had.
         is_stored: whether a recomputation will start from them.
-
-    Raises:
-        ValueError: it did.
     """
     changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
     if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
@@ -522,9 +443,6 @@ def refuse_changed_later(inputs: Payload, versions: Sequence[int]) -> None:
     Args:
         inputs: of the stage.
         versions: those that its tensors had after its forward.
-
-    Raises:
-        ValueError: it did.
     """
     if [tensor._version for tensor in inputs.tensors] != versions:
         raise ValueError(

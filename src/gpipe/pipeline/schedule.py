@@ -97,11 +97,7 @@ ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialization, int], StepS
 
 
 def check_stages_divide(num_stages: int, stages_per_device: int) -> None:
-    """Refuse stages that devices cannot share evenly.
-
-    Raises:
-        ValueError: stages_per_device does not divide K.
-    """
+    """Refuse stages that devices cannot share evenly."""
     if stages_per_device < 1 or num_stages % stages_per_device != 0:
         raise ValueError(
             f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "

@@ -237,19 +237,6 @@ class Speed:
         beside = accelerator.hop_seconds, accelerator.task_seconds
         return cls(peak, *reached, accelerator.link_bandwidth, *start, *beside)
 
-    def slowed(self, factor: float) -> Speed:
-        """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
-        return replace(
-            self,
-            peak_flops_per_second=self.peak_flops_per_second / factor,
-            flops_per_second=self.flops_per_second / factor,
-            bytes_per_second=self.bytes_per_second / factor,
-            link_bytes_per_second=self.link_bytes_per_second / factor,
-            operation_seconds=self.operation_seconds * factor,
-            hop_seconds=self.hop_seconds * factor,
-            task_seconds=self.task_seconds * factor,
-        )
-
     def transfer_seconds(self, num_bytes: int) -> float:
         """Return how long a message takes to a neighbouring accelerator; an empty one is not sent."""
         return self.hop_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
+from gpipe.planning.memory import StateRatios
 
 NUM_PARAMETERS = 64
 
 
-class OptimizerMemory(NamedTuple):
-    """Bytes per byte of trainable parameters.
-
-    Attributes:
-        kept: between updates.
-        update: that an update allocates beside that, at most at once.
-        largest: that it allocates on top, per byte of the largest parameter: where it goes from one to the next.
-    """
-
-    kept: float
-    update: float
-    largest: float
-
-
-def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]) -> OptimizerMemory:
+def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]) -> StateRatios:
     """Return what an optimizer needs. It is tried on a CPU.
 
     make: from names and parameters; with the update that it has where it will run, such as the fused one of GPUs.
@@ -37,7 +24,7 @@ def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer
     kept, one = _try(make, 1)
     kept, many = _try(make, NUM_PARAMETERS)
     update = (NUM_PARAMETERS * many - one) / (NUM_PARAMETERS - 1)
-    return OptimizerMemory(kept, update, one - update)
+    return StateRatios(kept, update, one - update)
 
 
 def _try(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], num_parameters: int) -> tuple[float, float]:

@@ -48,11 +48,7 @@ _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "track
 
 
 def check_model(run: RunConfig) -> None:
-    """Refuse, before processes start, a model of another library that it does not make, or that takes no such data.
-
-    Raises:
-        ConfigError: it is so.
-    """
+    """Refuse, before processes start, a model of another library that it does not make, or that takes no such data."""
     workload_of(run).check()
 
 
@@ -278,11 +274,7 @@ def _names(workload: Workload) -> dict[str, Any]:
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
-    """Return a warning where training ends within the warm-up.
-
-    Raises:
-        ConfigError: only num_epochs makes it so.
-    """
+    """Return a warning where training ends within the warm-up."""
     schedule, trainer = run.schedule, run.trainer
     if schedule.warm_up_steps is not None:
         setting, warm_up_steps = f"schedule.warm_up_steps={schedule.warm_up_steps}", schedule.warm_up_steps

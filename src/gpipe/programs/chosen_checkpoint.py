@@ -14,11 +14,7 @@ from gpipe.records import RESUMED_MAY_DIFFER, differences
 
 
 def check_checkpoints(run: RunConfig) -> None:
-    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another or a finished training.
-
-    Raises:
-        ConfigError: it is so; the message names the settings that differ.
-    """
+    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another, or a finished, run."""
     for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
         if value is not None:
             choose_checkpoint(setting, value)
@@ -51,11 +47,7 @@ def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig
 
 
 def check_earlier(run: RunConfig, folder: Path) -> None:
-    """Refuse a run's folder that has checkpoints of another training.
-
-    Raises:
-        ConfigError: it has; the message names the settings that differ.
-    """
+    """Refuse a run's folder that has checkpoints of another training."""
     earlier = newest_manifest(folder)
     if earlier is not None and (found := differences(earlier.config, to_plain(run))):
         raise ConfigError(

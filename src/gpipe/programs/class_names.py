@@ -43,10 +43,6 @@ def describe_other_labels(
 
 
 def refuse_other_labels(place: str, manifest: Manifest, run_folder: Path, class_names: Sequence[str] | None) -> None:
-    """Refuse to go on from a checkpoint whose labels mean other classes than those of the data.
-
-    Raises:
-        ConfigError: it is so; the message names the first class.
-    """
+    """Refuse to go on from a checkpoint whose labels mean other classes than those of the data."""
     if (other := describe_other_labels(place, manifest, run_folder, class_names)) is not None:
         raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")

@@ -19,23 +19,14 @@ _Run = TypeVar("_Run", bound=RunConfig)
 
 
 def check_run_data(run: RunConfig) -> None:
-    """Refuse missing or wrong data of a run, in well under a second.
-
-    Raises:
-        DataMissing: the data are missing.
-        ValueError: they are other data.
-    """
+    """Refuse missing or wrong data of a run, in well under a second."""
     data = run.data
     share = data.validation_share if isinstance(data, OwnImagesConfig | TextFolderConfig) else None
     check_data(data.name, data.root, getattr(data, "num_classes", None), share, getattr(data, "languages", None))
 
 
 def refuse_too_few_images(run: RunConfig) -> None:
-    """Refuse to train on fewer images than a mini-batch has, before any data are looked at.
-
-    Raises:
-        ConfigError: there are.
-    """
+    """Refuse to train on fewer images than a mini-batch has, before any data are looked at."""
     most = run.data.max_images if isinstance(run.data, ImagesConfig) else None
     if most is not None and most < run.trainer.batch_size:
         raise ConfigError(

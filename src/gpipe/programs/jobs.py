@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +22,6 @@ from gpipe.records import RECORD_FILE, Record, read_records
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
-# The engine's message about a step whose loss or gradient is not finite.
-_NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
 _WIDTH = 320  # characters; no cell is broken on a pipe or in the file
 
 
@@ -46,11 +43,6 @@ class Outcome:
     data: str
     reason: str | None = None
     config: dict[str, Any] | None = None
-
-    @property
-    def is_diverged(self) -> bool:
-        """Whether the job failed because its loss or a gradient was not finite."""
-        return self.status == "failed" and _NOT_FINITE.search(self.reason or "") is not None
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ def check_inputs(inputs: Any, names: Names, sizes: Sizes = None) -> Any:
         inputs: of the first layer.
         names: of the example.
         sizes: of the example, where the model's code read any: they are constants in the layers.
-
-    Raises:
-        ValueError: they are nested in another way, or have other sizes.
     """
     found = name_inputs(tuple(inputs) if isinstance(inputs, list) and isinstance(names, int) else inputs)
     is_complete = found == names or (isinstance(found, list) and isinstance(names, list) and {*names} <= {*found})

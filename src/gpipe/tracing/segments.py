@@ -169,12 +169,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
 
 
 def _check_leaves(leaves: Any, model: nn.Module) -> None:
-    """Refuse leaves that are none of a model's submodules.
-
-    Raises:
-        TypeError: they are no collection of names and types.
-        ValueError: naming the first one.
-    """
+    """Refuse leaves that are none of a model's submodules."""
     if isinstance(leaves, str | type):
         raise TypeError(f"leaves is {leaves!r}; give a list of names and types, such as [{_quote(leaves)}]")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}

@@ -31,9 +31,6 @@ def check_own_folders(root: Path, share: float | None) -> None:
     Args:
         root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
         share: of the images of each class, for evaluation; None where root/val has them.
-
-    Raises:
-        ValueError: it is so.
     """
     has_val = (root / "val").is_dir()
     if share is not None and has_val:

@@ -50,9 +50,6 @@ def check_own_table(root: Path, share: float | None) -> None:
     Args:
         root: has train.csv or train.parquet, and one such table called val, unless there is a share.
         share: of the images of each class, for evaluation; None where root has a table for that.
-
-    Raises:
-        ValueError: it is so.
     """
     table, val = _read_split(root, "train"), _find_table(root, "val")
     if share is not None and val is not None:

@@ -26,6 +26,7 @@ from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, Pip
 from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
@@ -188,17 +189,14 @@ class MeshJob(Job):
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
         with self._explaining():
-            first, *others = messenger.gather(settings)
-        for number, other in enumerate(others, 1):
-            for name, value in first.items():
-                if other[name] != value:
-                    with suppress(LostPeer):
-                        messenger.flush()  # or the others never get to see the difference
-                    self._watch.retire()
-                    raise ValueError(
-                        f"{name} is {value} in {kind} 0 and {other[name]} in {kind} {number}; give every process the "
-                        "same"
-                    )
+            found = messenger.gather(settings)
+        try:
+            refuse_different(found, f"{kind} {{}}")
+        except ValueError:
+            with suppress(LostPeer):
+                messenger.flush()  # or the others never get to see the difference
+            self._watch.retire()
+            raise
 
     def _connect_stages(self) -> ProcessTransfer:
         """Return the connections of this process's stages with their neighbours: two links per boundary."""

@@ -301,9 +301,6 @@ class TiedGradients:
         """Refuse copies that were not equal.
 
         bits: of all processes.
-
-        Raises:
-            ValueError: naming two of them.
         """
         of_all = {name: value for part in bits for name, value in part.items()}
         for first, *others in self.names:

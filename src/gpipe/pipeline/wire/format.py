@@ -225,11 +225,7 @@ class MessageFormat:
 
 
 def _refuse_without_memory(payload: Payload) -> None:
-    """Refuse tensors of which no bytes can travel, or whose bytes are not their values.
-
-    Raises:
-        PayloadError: it names the first.
-    """
+    """Refuse tensors of which no bytes can travel, or whose bytes are not their values."""
     for tensor in payload.tensors:
         if tensor.is_quantized or (tensor.numel() and not tensor.data_ptr()):
             kind = "on the meta device" if tensor.is_meta else f"of the type {tensor.dtype}, {type(tensor).__name__}"

@@ -99,11 +99,7 @@ class Formats:
         return HEADER.pack(Mark.DATA, 0, self._training, self.position)
 
     def check_prefix(self, message: Any) -> None:
-        """Refuse a message of data that is not the next one of this end's step.
-
-        Raises:
-            PipelineError: it is another one.
-        """
+        """Refuse a message of data that is not the next one of this end's step."""
         *_, training, position = HEADER.unpack_from(message)
         if (training, position) != (self._training, self.position):
             raise PipelineError(
