@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 import gpipe._compat.torchvision  # before timm and torchvision's models
+from gpipe.pipeline._compat import noting_averages
 
 # isort: split
 import timm
@@ -70,6 +72,19 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
 
 
+class OwnBatchNorm(nn.Module):
+    """Normalises by torch's function, which moves averages of its own."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("averages", torch.stack([torch.zeros(LENGTH), torch.ones(LENGTH)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, *self.averages, training=self.training) if self.is_on else x
+
+
 class AsImage(nn.Module):
     """Gives a module for images [n, 4, 2, 3] what is a sequence elsewhere."""
 
@@ -111,6 +126,7 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(SIZE, SIZE)),
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(SIZE, SIZE)),
     "averages": Averages,
+    "batch norm of its own": OwnBatchNorm,
     "averages in a checkpoint": lambda: Checkpointed(Averages()),
     "spectral norm in a checkpoint": lambda: Checkpointed(parametrizations.spectral_norm(nn.Linear(SIZE, SIZE))),
 }
@@ -219,6 +235,48 @@ class Late(Averages):
     def forward(self, x: Tensor) -> Tensor:
         self.training = len(x) == 2
         return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("switch", ["training", "is_on"])
+def test_averages_that_only_later_steps_move_are_moved_and_undone_as_the_others(switch: str, mode: str) -> None:
+    layers, plain = build(OwnBatchNorm), build(OwnBatchNorm)
+    factor = 1.0
+    pipeline = gpipe.Pipeline(
+        layers, lambda outputs, targets: F.cross_entropy(outputs, targets) * factor, [2, 3], 3, rematerialize=mode
+    )
+    for norm in (layers[1], layers[3]):
+        setattr(norm, switch, False)
+    pipeline.train_step(batch())
+    for norm in (layers[1], layers[3]):
+        setattr(norm, switch, True)
+    factor = torch.inf
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step(batch())
+    assert_equal(dict(layers.named_buffers()), dict(plain.named_buffers()))
+    factor = 1.0
+    layers.zero_grad()
+    pipeline.train_step(batch())
+    for part in batch()[0].split([3, 2, 2]):
+        plain(part)
+    assert_equal(dict(layers.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_each_thread_notes_the_averages_that_it_moves_itself() -> None:
+    def move() -> list[int]:
+        averages = [torch.zeros(LENGTH), torch.ones(LENGTH)]
+        F.batch_norm(batch()[0], *averages, training=True)
+        return list(map(id, averages))
+
+    def note() -> None:
+        with noting_averages() as noted:
+            assert move() == list(map(id, noted))
+
+    before = torch.batch_norm
+    with noting_averages() as noted, ThreadPoolExecutor(1) as thread:
+        thread.submit(note).result()
+        assert move() == list(map(id, noted))
+    assert torch.batch_norm is before
 
 
 class Begins(nn.Module):

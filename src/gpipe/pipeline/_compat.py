@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # noqa: TID251
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # noqa: TID251
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout  # noqa: TID251
@@ -28,6 +30,48 @@ add_to_each = torch._foreach_add_  # noqa: TID251
 copy_to_each = torch._foreach_copy_  # noqa: TID251
 multiply_each = torch._foreach_mul_  # noqa: TID251
 norm_of_each = torch._foreach_norm  # noqa: TID251
+
+
+_torch_batch_norm = torch.batch_norm
+_averages: dict[int, list[Tensor | None]] = {}  # by thread
+_lock = Lock()
+
+
+def _batch_norm(
+    input: Tensor,  # noqa: A002 - the name that torch gave it
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    if training:
+        for average in (running_mean, running_var):
+            while average is not None and is_functorch_wrapped_tensor(average):
+                average = get_unwrapped(average)
+            _averages.get(get_ident(), []).append(average)
+    return _torch_batch_norm(input, weight, bias, running_mean, running_var, training, *args, **kwargs)
+
+
+@contextmanager
+def noting_averages() -> Iterator[list[Tensor | None]]:
+    """Collect the moving averages that `F.batch_norm` writes in the body, on this thread.
+
+    Their versions stay what they were, and torch tells nobody. So what `F.batch_norm` calls is replaced meanwhile.
+    """
+    found: list[Tensor | None] = []
+    with _lock:
+        _averages[get_ident()] = found
+        torch.batch_norm = _batch_norm
+    try:
+        yield found
+    finally:
+        with _lock:
+            del _averages[get_ident()]
+            if not _averages:
+                torch.batch_norm = _torch_batch_norm
 
 
 def is_compiled(module: nn.Module) -> bool:

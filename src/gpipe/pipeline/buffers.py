@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from gpipe.pipeline._compat import noting_averages
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
@@ -94,14 +95,18 @@ class Buffers:
         versions = {place: buffer._version for place, buffer in before.items()}
         snapshot = _copy(before if self._moving is None else {place: before.get(place) for place in self._moving})
         try:
-            yield snapshot
+            with noting_averages() as averages:
+                yield snapshot
         except BaseException:
             self._restore({**snapshot, **self._find_made(before)} if is_first else snapshot)
             raise
+        written = set(map(_find_place, averages)) - {None}
         changed = {
             place
             for place, buffer in self._current(self._places).items()
-            if buffer is not before.get(place) or buffer._version != versions[place]
+            if buffer is not before.get(place)
+            or buffer._version != versions[place]
+            or (written and _find_place(buffer) in written)
         }
         if is_first:
             if self._silent is None:  # compared once: on a GPU it takes a wait per buffer
