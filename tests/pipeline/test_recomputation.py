@@ -85,6 +85,16 @@ class OwnBatchNorm(nn.Module):
         return F.batch_norm(x, *self.averages, training=self.training) if self.is_on else x
 
 
+class MappedBatchNorm(OwnBatchNorm):
+    """Does so in torch.func, for each of some averages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def normalize(mean: Tensor, variance: Tensor) -> Tensor:
+            return F.batch_norm(x, mean, variance, training=self.training)
+
+        return torch.vmap(normalize)(*self.averages[:, None])[0] if self.is_on else x
+
+
 class AsImage(nn.Module):
     """Gives a module for images [n, 4, 2, 3] what is a sequence elsewhere."""
 
@@ -238,9 +248,13 @@ class Late(Averages):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("switch", ["training", "is_on"])
-def test_averages_that_only_later_steps_move_are_moved_and_undone_as_the_others(switch: str, mode: str) -> None:
-    layers, plain = build(OwnBatchNorm), build(OwnBatchNorm)
+@pytest.mark.parametrize(
+    ("make", "switch"), [(OwnBatchNorm, "training"), (OwnBatchNorm, "is_on"), (MappedBatchNorm, "is_on")]
+)
+def test_averages_that_only_later_steps_move_are_moved_and_undone_as_the_others(
+    make: Callable[[], nn.Module], switch: str, mode: str
+) -> None:
+    layers, plain = build(make), build(make)
     factor = 1.0
     pipeline = gpipe.Pipeline(
         layers, lambda outputs, targets: F.cross_entropy(outputs, targets) * factor, [2, 3], 3, rematerialize=mode

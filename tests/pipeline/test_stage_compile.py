@@ -100,6 +100,33 @@ def test_compiled_layers_train_and_evaluate_as_the_others_do(mode: str) -> None:
     assert torch.equal(pipelines[1].evaluate(inputs), pipelines[0].evaluate(inputs))
 
 
+class DirectBatchNorm(nn.Module):
+    """Normalises by torch's function itself, which moves averages of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("averages", torch.stack([torch.zeros(4), torch.ones(4)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.batch_norm(x, None, None, *self.averages, self.training, 0.1, 1e-5, False)
+
+
+@about_grad
+def test_averages_that_compiled_layers_move_in_later_steps_only_are_moved_as_by_the_others() -> None:
+    torch._dynamo.reset()
+    inputs, found = torch.randn(8, 4), []
+    for is_compiled in (False, True):
+        layers = nn.Sequential(DirectBatchNorm(), nn.Linear(4, 3))
+        pipeline = gpipe.Pipeline(layers, F.cross_entropy, [1, 1], 2)
+        if is_compiled:
+            pipeline.compile(backend="aot_eager", fullgraph=True)
+        for is_training in (False, True, True):
+            layers[0].train(is_training)
+            pipeline.train_step((inputs, torch.arange(8) % 3))
+        found.append(layers[0].averages)
+    assert torch.equal(*found)
+
+
 @about_grad
 def test_more_micro_batches_and_more_steps_compile_nothing_more() -> None:
     counts = set()

@@ -47,7 +47,7 @@ def _batch_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    if training:
+    if training and not torch.compiler.is_compiling():
         for average in (running_mean, running_var):
             while average is not None and is_functorch_wrapped_tensor(average):
                 average = get_unwrapped(average)
