@@ -519,6 +519,21 @@ def test_evaluation_leaves_modes_gradients_and_the_counter_as_they_were() -> Non
     assert pipeline.step == 1
 
 
+class Smoothed(nn.Module):
+    """Smooths the labels in training alone."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, label_smoothing=0.5 if self.training else 0.0)
+
+
+def test_a_loss_is_in_evaluation_mode_in_evaluation_too() -> None:
+    layers, loss = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), Smoothed()
+    inputs, targets = torch.randn(4, 3), torch.arange(4) % 3
+    found = gpipe.Pipeline(layers, loss, [1, 1], 2).evaluate(inputs, targets)["loss"]
+    assert found == pytest.approx(F.cross_entropy(layers(inputs), targets).item())
+    assert loss.training
+
+
 def test_modes_are_restored_after_an_error_in_evaluation() -> None:
     layers = build()
     layers[3].eval()

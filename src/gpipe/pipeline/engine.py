@@ -416,7 +416,7 @@ class Pipeline(LayerExecution):
                         f"{list(self.layers)}"
                     )
                 norms += self.batch_norms(layers) if move_statistics else []
-                stack.enter_context(evaluation_mode(used, norms))
+                stack.enter_context(evaluation_mode([used, self._loss], norms))
                 num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 take, finish = begin(mini_batch)

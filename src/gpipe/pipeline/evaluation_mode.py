@@ -1,19 +1,22 @@
-"""A module in evaluation mode for a while."""
+"""Modules in evaluation mode for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module, but: Sequence[nn.Module]) -> Iterator[None]:
-    """Put a module and all below it `but` some into evaluation mode, without gradients; then each is as it was."""
-    before = [(child, child.training) for child in module.modules()]
-    module.eval()
+def evaluation_mode(functions: Sequence[Any], but: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules and all below them `but` some into evaluation mode, without gradients; then each is as it was."""
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    before = [(child, child.training) for module in modules for child in module.modules()]
+    for module in modules:
+        module.eval()
     for child in but:
         child.training = True
     try:
