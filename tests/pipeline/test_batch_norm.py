@@ -43,6 +43,20 @@ class Twice(nn.Module):
         return self.norm(x) + self.norm(x * 3 + 1)
 
 
+class Ghost(nn.BatchNorm2d):
+    """Normalises each half of the examples by itself, with moving averages of its own (Hoffer et al., 2017)."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.running_mean, self.running_var = torch.zeros(2 * num_features), torch.ones(2 * num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.repeat(2), self.bias.repeat(2)
+        halves = x.view(-1, 2 * x.shape[1], *x.shape[2:])
+        momentum = 0.1 if self.momentum is None else self.momentum
+        return F.batch_norm(halves, self.running_mean, self.running_var, weight, bias, True, momentum).view(x.shape)
+
+
 class Unreached(nn.Module):
     """Has a batch norm that it does not use."""
 
@@ -145,6 +159,20 @@ def test_each_kind_of_batch_norm_and_the_cumulative_average(kind: str, momentum:
     for batch in batches:
         pipeline.train_step((batch, torch.zeros(len(batch))))
     assert_close(statistics(norm), update_plain(plain, *batches))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_subclass_may_have_moving_averages_of_another_length(mode: str) -> None:
+    layers = nn.Sequential(nn.Identity(), Ghost(3)).double()
+    plain = copy.deepcopy(layers)
+    gpipe.convert_batch_norm(layers)
+    pipeline = gpipe.Pipeline(layers, lambda outputs, _: outputs.square().mean(), [1, 1], 2, rematerialize=mode)
+    for seed in range(2):
+        pipeline.train_step((images(8, seed=seed), torch.zeros(8)))
+        plain(images(8, seed=seed))
+    for found, expected in zip(layers[1].buffers(), plain[1].buffers(), strict=True):
+        if found.dim() > 0:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_a_layer_used_twice_in_a_forward_counts_all_its_inputs_once() -> None:

@@ -150,7 +150,7 @@ class MicroBatchNorm(AnyBatchNorm):
         else:  # the forward of any subclass
             output = self.forward_with(mean, variance, input, *args, **kwargs)
         if phase is _FORWARD:
-            attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
+            attributes["fresh"] = (*self.fresh, statistics, input.numel() // running_mean.numel())
         return output
 
     def forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:

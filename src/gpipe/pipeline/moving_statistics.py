@@ -60,7 +60,7 @@ def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     found: dict[int, Tensor] = {}
     for length, positions in by_length.items():
         group = [norms[position] for position in positions]
-        sizes = [norm.num_features for norm in group]
+        sizes = [_running(norm)[0].numel() for norm in group]
         device = _running(group[0])[0].device
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
@@ -93,7 +93,7 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
 
 
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
-    sizes = [norm.num_features for norm in norms]
+    sizes = [_running(norm)[0].numel() for norm in norms]
     count, mean, deviations = moments
     if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
