@@ -194,6 +194,16 @@ def test_what_cannot_travel_is_refused_with_its_place_and_the_remedy(value: Any,
         Payload.of(value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_with_the_remedy(layout: torch.layout) -> None:
+    value = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)], layout=layout)
+    for take in (Payload.of, lambda value: find_batch_size(value, "payload")):
+        with pytest.raises(PayloadError, match=r"^(the )?payload is .* nested; .* call \.to_padded_tensor\(0\) in the"):
+            take(value)
+    assert value.to_padded_tensor(0).shape == (2, 3, 2)
+
+
 def test_a_sparse_tensor_is_refused_with_its_place_and_the_remedy() -> None:
     value = (None, {"edges": torch.eye(2).to_sparse()})
     with pytest.raises(PayloadError, match=r"^the payload\[1\]\['edges'\] .*sparse_coo; .*call \.to_dense\(\) in the"):

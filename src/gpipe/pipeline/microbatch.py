@@ -78,7 +78,7 @@ class Payload:
         Raises:
             PayloadError: an entry is neither a dense tensor, None, nor a tuple, list or dict of them.
         """
-        if isinstance(value, Tensor) and value.layout is torch.strided:  # what most layers return
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:  # what most return
             return cls([value], 0, [value.requires_grad])
         tensors: list[Tensor] = []
         structure = _flatten(value, tensors, {}, "the payload", None)
@@ -171,10 +171,11 @@ def _flatten(
     if isinstance(value, Examples) and dimensions is not None:
         value, dimension = value.tensor, value.dimension
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_nested:
+            kind, call = ("nested", "to_padded_tensor(0)") if value.is_nested else (value.layout, "to_dense()")
             raise PayloadError(
-                f"{path} is a tensor of layout {value.layout}; only dense tensors travel between layers: "
-                "call .to_dense() in the layer that makes it"
+                f"{path} is a tensor of layout {kind}; only dense tensors travel between layers: call .{call} in the "
+                "layer that makes it"
             )
         # The caller's nest keeps every tensor alive meanwhile, so an id cannot be used twice.
         position = positions.setdefault(id(value), len(tensors))
