@@ -11,6 +11,7 @@ import numpy as np
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record
 from reproductions.claims import Claim, format_verdicts
+from reproductions.english_lines import describe_number, find_same, pool
 from reproductions.table import Paper, markdown, not_run
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -30,6 +31,7 @@ from reproductions.translation_runs import (
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
 
+NOT_DRAWN = "seeds and languages are drawn, but neither validation nor test lines, which languages share"
 DEEP_TRAINING = "deep_training_laptop"
 STUDY = "python -m experiments.deep_or_wide"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
@@ -46,7 +48,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
     """
     tables = []
     for data, depths in models_by_depth(records).items():
-        models = list(depths.values())
+        models, same = list(depths.values()), find_same(records, data[0])
         groups = tested_groups(records, data[0])
         groups["all"] = groups["all"] or next(iter(models[0].values())).list_evaluated()  # before anything is scored
         poorer = resource_groups(training_pairs(records, data[0]))["low"]
@@ -57,17 +59,17 @@ def deep_or_wide(records: Sequence[Record]) -> str:
         search = next(iter(searches), None)
         rows = []
         for name, group in itertools.product(_FIGURES, groups):
-            values = [[mean(_figures(one, name, groups[group]).values()) for one in found.values()] for found in models]
-            gains = gains_per_doubling(depths, name, groups[group])
+            values = [[average(one, name, groups[group], same) for one in found.values()] for found in models]
+            gains = gains_per_doubling(depths, name, groups[group], same)
             means = [mean(found.values()) for found in gains.values()]
             cells = [*(spread(of, _FIGURES[name]) for of in values), spread(means, _FIGURES[name], "+")]
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
             num_seeds = sum(map(bool, gains.values())) or len(gains)
-            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(num_seeds), verdict])
+            rows.append([title, f"{group}, {describe_number(groups[group], same)}", *cells, str(num_seeds), verdict])
             if finished:
-                rest = _interval(name, gains_per_doubling(finished, name, groups[group]))
+                rest = _interval(name, gains_per_doubling(finished, name, groups[group], same))
                 rows[-1].append("" if rest is None else rest.describe(_FIGURES[name]))
         names = [next(iter(found.values())).model for found in models]
         header = [data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"]
@@ -82,20 +84,28 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
     for data, depths in models_by_depth(records).items():
-        low, unfinished = tested_groups(records, data[0])["low"], find_unfinished(depths)
+        low, same = tested_groups(records, data[0])["low"], find_same(records, data[0])
+        unfinished = find_unfinished(depths)
         extent = describe_pairs(low, records, data[0])
         forms = {title: _FIGURES[name] for name, title in _TITLES.items()}
         for compared, without in ((depths, ()), (list_finished(depths), unfinished)):
             if not compared:
                 continue
-            found = {title: _interval(name, gains_per_doubling(compared, name, low)) for name, title in _TITLES.items()}
+            found = {
+                title: _interval(name, gains_per_doubling(compared, name, low, same)) for name, title in _TITLES.items()
+            }
             gains = "; ".join(
                 f"{title} {interval.mean:+z{forms[title]}}" for title, interval in found.items() if interval is not None
             )
             rows.append(
                 Claim(
                     "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)"
-                    + (f": {len(low)} language{'s' if len(low) > 1 else ''} with {extent}" if extent else "")
+                    f"; {NOT_DRAWN}"
+                    + (
+                        f": {describe_number(low, same)} language{'s' if len(low) > 1 else ''} with {extent}"
+                        if extent
+                        else ""
+                    )
                     + (f", without {_name_models(without)}, whose training is unfinished" if without else ""),
                     f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
                     f"gain with each doubling of the depth, {len(compared)} depths: {gains}",
@@ -106,7 +116,8 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     if settings:
         rows.append(
             Claim(
-                "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
+                "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)"
+                "; seeds are drawn, but not validation lines",
                 "without them, gradients that destroy the learning progress",
                 "; ".join(
                     f"{measures}: {_describe_outcomes(runs)}" for measures, runs in _group_by_measures(settings).items()
@@ -155,12 +166,14 @@ def models_by_depth(records: Sequence[Record]) -> dict[tuple[str, int], dict[int
 
 
 def gains_per_doubling(
-    depths: Mapping[int, Mapping[int, Trained]], name: str, languages: Iterable[str]
+    depths: Mapping[int, Mapping[int, Trained]], name: str, languages: Iterable[str], same: Mapping[str, str]
 ) -> dict[int, dict[str, float]]:
     """Return what each doubling of the depth adds to a figure, by the seeds that all depths have, and by language.
 
     It is the slope of a line of least squares over the logarithm of the number of layers. A language that a model has
     no figure of is left out.
+
+    same: which languages count as one, with the mean of theirs.
     """
     languages, places = list(languages), [log2(depth) for depth in depths]
     gains = {}
@@ -168,7 +181,7 @@ def gains_per_doubling(
         figures = [_figures(models[seed], name, languages) for models in depths.values()]
         shared = [language for language in languages if all(language in found for found in figures)]
         slopes = (np.polyfit(places, [found[language] for found in figures], 1)[0] for language in shared)
-        gains[seed] = dict(zip(shared, map(float, slopes), strict=True))
+        gains[seed] = pool(dict(zip(shared, map(float, slopes), strict=True)), same)
     return gains
 
 
@@ -306,9 +319,12 @@ def _compare_losses(
     return f"final loss, {recipe}", over_seeds_and_parts(gains)
 
 
-def average(one: Trained, name: str, languages: Iterable[str]) -> float | None:
-    """Return the mean of a figure of a training over the languages that have it."""
-    return mean(_figures(one, name, languages).values())
+def average(one: Trained, name: str, languages: Iterable[str], same: Mapping[str, str]) -> float | None:
+    """Return the mean of a figure of a training over the languages that have it.
+
+    same: which languages count as one.
+    """
+    return mean(pool(_figures(one, name, languages), same).values())
 
 
 def _figures(one: Trained, name: str, languages: Iterable[str]) -> dict[str, float]:

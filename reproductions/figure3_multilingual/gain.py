@@ -19,7 +19,7 @@ class Line:
     """The straight line of least squares through the gains over the logarithm of the number of pairs.
 
     Attributes:
-        num_pairs: the fewest and the most pairs of a language.
+        num_pairs: the fewest and the most pairs of a language, or of several that count as one.
         fit: the line's gain at one pair, and what each doubling of the pairs adds to it.
     """
 
@@ -67,14 +67,14 @@ class Line:
         return min(takewhile(lambda pairs: self.at(pairs).high < 0, range(high, low - 1, -1)), default=None)
 
 
-def fit_line(gains: Gains, pairs: Mapping[str, int]) -> Line | None:
+def fit_line(gains: Gains, pairs: Mapping[str, float]) -> Line | None:
     """Return the line through the gains of the languages whose pairs are known, None without two numbers of pairs."""
     known = {seed: {name: gain for name, gain in found.items() if name in pairs} for seed, found in gains.items()}
     table, names = tabulate(known)
     if len({pairs[name] for name in names}) < 2:
         return None
     places = np.log2([pairs[name] for name in names])
-    ends = min(pairs[name] for name in names), max(pairs[name] for name in names)
+    ends = round(min(pairs[name] for name in names)), round(max(pairs[name] for name in names))
     return Line(ends, Fit.of(table, np.stack([np.ones(len(places)), places], axis=1)))
 
 

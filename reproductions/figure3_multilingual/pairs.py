@@ -1,11 +1,13 @@
 """The models that are compared, one of all languages with one per language, and their figures side by side."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log2
 from statistics import fmean
 
 from gpipe.records import Record
+from reproductions.english_lines import find_same, pool
 from reproductions.figure3_multilingual.gain import Gains, Line, fit_line
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -103,12 +105,12 @@ def list_judged_figures(seeds: Iterable[Pairs]) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Means:
-    """Means over the languages; on how many the multilingual model is better, and how many there are."""
+    """Means over the languages, which these are, and on how many of those that count the multilingual one is better."""
 
     bilingual: float
     multilingual: float
     num_better: int
-    num_languages: int
+    languages: Collection[str]
 
 
 def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
@@ -159,19 +161,31 @@ def list_languages(seeds: Mapping[int, Pairs]) -> set[str]:
     return {language for languages in seeds.values() for language in languages}
 
 
-def find_means(languages: Pairs, figure: Figure) -> Means | None:
-    """Return the means of a figure over the languages that have it of both models, None without any."""
-    found = [(figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()]
-    pairs = [(one, two) for one, two in found if one is not None and two is not None]
+def find_means(languages: Pairs, figure: Figure, same: Mapping[str, str]) -> Means | None:
+    """Return the means of a figure over the languages that have it of both models, None without any.
+
+    same: which languages count as one.
+    """
+    found = {
+        language: (figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()
+    }
+    pairs = {language: (one, two) for language, (one, two) in found.items() if one is not None and two is not None}
     if not pairs:
         return None
-    better = sum(two < one if figure.less_is_better else two > one for one, two in pairs)
-    return Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
+    ones, twos = (pool({language: pair[place] for language, pair in pairs.items()}, same) for place in (0, 1))
+    better = sum(twos[name] < one if figure.less_is_better else twos[name] > one for name, one in ones.items())
+    return Means(fmean(ones.values()), fmean(twos.values()), better, pairs.keys())
 
 
-def find_gain(seeds: Mapping[int, Pairs], figure: Figure) -> Interval | None:
-    """Return the interval of the multilingual model's gain over seeds and languages, None without any."""
-    return over_seeds_and_parts(gains_of(seeds, figure, sorted(list_languages(seeds))))
+def find_gain(
+    seeds: Mapping[int, Pairs], figure: Figure, languages: Iterable[str], same: Mapping[str, str]
+) -> Interval | None:
+    """Return the interval of the multilingual model's gain over seeds and some languages, None without any.
+
+    same: which languages count as one.
+    """
+    gains = gains_of(seeds, figure, sorted(languages))
+    return over_seeds_and_parts({seed: pool(found, same) for seed, found in gains.items()})
 
 
 def gains_of(seeds: Mapping[int, Pairs], figure: Figure, languages: Sequence[str]) -> dict[int, dict[str, float]]:
@@ -191,12 +205,22 @@ def gains_of(seeds: Mapping[int, Pairs], figure: Figure, languages: Sequence[str
 
 
 def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple[Figure, Line | None]]:
-    """Return each figure and the line through its gains on all languages of a setting, by the figure's title."""
-    seeds = pair_models(records)[setting]
-    pairs = training_pairs(records, setting.rpartition(", ")[2])
-    languages = sorted(list_languages(seeds))
+    """Return each figure and the line through its gains on all languages of a setting, by the figure's title.
+
+    Languages that count as one are a point: the mean of their gains, at the geometric mean of their numbers of pairs.
+    """
+    seeds, data = pair_models(records)[setting], setting.rpartition(", ")[2]
+    same, pairs = find_same(records, data), training_pairs(records, data)
+    languages = sorted(list_languages(seeds) & pairs.keys())
+    places = pool({language: log2(pairs[language]) for language in languages}, same)
     return {
-        figure.title: (figure, fit_line(gains_of(seeds, figure, languages), pairs))
+        figure.title: (
+            figure,
+            fit_line(
+                {seed: pool(found, same) for seed, found in gains_of(seeds, figure, languages).items()},
+                {language: 2**place for language, place in places.items()},
+            ),
+        )
         for figure in list_judged_figures(seeds.values())
     }
 

@@ -8,6 +8,7 @@ from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
+from reproductions.english_lines import describe_lines, describe_number, english_lines, find_same
 from reproductions.figure3_multilingual import depth, text_scale
 from reproductions.figure3_multilingual.gain import Line, split_by_pairs
 from reproductions.figure3_multilingual.pairs import (
@@ -21,7 +22,6 @@ from reproductions.figure3_multilingual.pairs import (
     find_gain,
     find_means,
     fit_gains,
-    gains_of,
     group_pairs,
     list_figures,
     list_judged_figures,
@@ -54,7 +54,6 @@ from reproductions.translation_runs import (
     training_pairs,
     trainings,
 )
-from reproductions.verdict import over_seeds_and_parts
 
 PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
 NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
@@ -116,13 +115,14 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         )
     ]
     for setting, groups in group_pairs(records).items():
-        figures = list_judged_figures(groups[EVERY].values())
+        figures, same = list_judged_figures(groups[EVERY].values()), find_same(records, setting.rpartition(", ")[2])
         forms = {figure.title: figure.form for figure in figures}
         for group, seeds in groups.items():
-            found = {figure.title: find_gain(seeds, figure) for figure in figures}
+            found = {figure.title: find_gain(seeds, figure, list_languages(seeds), same) for figure in figures}
             rows.append(
                 Claim(
-                    f"one model of 102 languages beats one per language, at laptop scale (section 5): {_OVER[group]}",
+                    "one model of 102 languages beats one per language, at laptop scale (section 5)"
+                    f"; {depth.NOT_DRAWN}: {_OVER[group]}",
                     "better on nearly all languages",
                     f"gain {_describe_languages(list_languages(seeds), records, setting)}: "
                     + "; ".join(
@@ -136,7 +136,8 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         lines = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
         rows.append(
             Claim(
-                "the multilingual model's gain falls with the number of training pairs, at laptop scale (figure 3)",
+                "the multilingual model's gain falls with the number of training pairs, at laptop scale (figure 3)"
+                f"; {depth.NOT_DRAWN}",
                 "gains most on languages with few examples",
                 "; ".join(f"{title}: changes sign at {_describe_sign(line)}" for title, line in lines.items())
                 or NOT_RUN,
@@ -156,15 +157,15 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
     tables = []
     every = [(setting, *group) for setting, groups in group_pairs(records).items() for group in groups.items()]
     for setting, group, seeds in every:
-        rows = []
+        rows, same = [], find_same(records, setting.rpartition(", ")[2])
         for figure in list_figures(seeds.values()):
-            means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure))}
+            means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure, same))}
             rows += [
-                [figure.title, str(seed), str(found.num_languages), *_cells([found], figure), ""]
+                [figure.title, str(seed), describe_number(found.languages, same), *_cells([found], figure), ""]
                 for seed, found in means.items()
             ]
             rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
-            interval = find_gain(seeds, figure) if figure.is_judged else None
+            interval = find_gain(seeds, figure, list_languages(seeds), same) if figure.is_judged else None
             rows[-1].append("" if interval is None else interval.describe(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
@@ -251,16 +252,17 @@ def figure3_gain(records: Sequence[Record]) -> str:
     for setting, seeds in pair_models(records).items():
         data = setting.rpartition(", ")[2]
         pairs, barely = training_pairs(records, data), set(list_barely_tested(records, data))
+        same = find_same(records, data)
         if not pairs:
             continue
         rows = []
         for figure in list_judged_figures(seeds.values()):
             for name, group in split_by_pairs(pairs, sorted(list_languages(seeds) & pairs.keys())).items():
-                interval = over_seeds_and_parts(gains_of(seeds, figure, group))
+                interval = find_gain(seeds, figure, group, same)
                 tested = str(len(set(group) - barely))
                 mean_gain = "" if interval is None else f"{interval.mean:+{figure.form}}"
                 judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form)
-                rows.append([figure.title, name, str(len(group)), tested, mean_gain, judged])
+                rows.append([figure.title, name, describe_number(group, same), tested, mean_gain, judged])
         header = [setting, "training pairs", "languages", f"with {MIN_TEST_SENTENCES} test sentences or more"]
         tables.append(markdown([*header, "gain", "multilingual is better"], rows))
         lines = [
@@ -327,7 +329,9 @@ def figure3_design(records: Sequence[Record]) -> str:
     question = "is one model of all languages better than one per language?"
     searched_alone = searches(records, BILINGUAL) if is_tuned(records, BILINGUAL) else []
     for setting, groups in group_pairs(records).items():
-        models = [one for one in multilingual_trainings(records) if one.setting == setting]
+        models = [
+            one for one in multilingual_trainings(records) if one.setting == setting and one.run.seed in groups[EVERY]
+        ]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
         counts = [_count_items(records, setting, list_languages(seeds)) for seeds in groups.values()]
         items = "; ".join(dict.fromkeys(counts))
@@ -360,10 +364,17 @@ def _make_arm(
 
 
 def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
-    """Say how many test sentences the means are over, and of how many languages."""
-    counts = count_test_sentences(records, setting.rpartition(", ")[2])
-    found = [counts[language] for language in languages if language in counts]
-    return f"{sum(found):,} sentences of {len(found)} languages" if found else "loss of the validation set"
+    """Say how many sentences the means are over, of how many English lines, and of how many languages."""
+    data = setting.rpartition(", ")[2]
+    counts = count_test_sentences(records, data)
+    found = sorted(language for language in languages if language in counts)
+    if not found:
+        return "loss of the validation set"
+    test, valid = (describe_lines(records, data, split, found) for split in ("test", "valid"))
+    number = f"{describe_number(found, find_same(records, data))} languages"
+    if not test:
+        return f"{sum(counts[language] for language in found):,} sentences of {number}"
+    return f"{number}: {test}; for the loss {valid}"
 
 
 def _differences(run: Record) -> list[str]:
@@ -387,8 +398,9 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
 
 def _describe_languages(languages: Collection[str], records: Sequence[Record], setting: str) -> str:
     """Write how many languages there are, and how many training pairs the poorest and the richest have."""
-    extent = describe_pairs(languages, records, setting.rpartition(", ")[2])
-    return f"on {len(languages)} language{'s' if len(languages) > 1 else ''}{extent and f' with {extent}'}"
+    data = setting.rpartition(", ")[2]
+    extent, number = describe_pairs(languages, records, data), describe_number(languages, find_same(records, data))
+    return f"on {number} language{'s' if len(languages) > 1 else ''}{extent and f' with {extent}'}"
 
 
 def _list_each(models: Iterable[Trained]) -> list[Trained]:
@@ -432,6 +444,7 @@ TABLES = (
     figure3_search,
     figure3_beams,
     figure3_left_out,
+    english_lines,
     figure3_limits,
     figure3_low_resource,
     figure3_gain,

@@ -8,6 +8,7 @@ from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
+from reproductions.english_lines import describe_lines
 from reproductions.paper_scale import Differences
 from reproductions.table import Paper, markdown, not_run, provenance
 from reproductions.translation_runs import (
@@ -73,6 +74,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             rows.append(
                 Claim(
                     f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)"
+                     "; seeds are drawn, but not validation lines"
                     + _describe_rates(records, experiment, small),
                     f"{paper[0]['nll']} to {paper[-1]['nll']}",
                     " to ".join(losses) or NOT_RUN,
@@ -241,9 +243,11 @@ def _size(one: Trained) -> int:
 
 def _count_items(records: Sequence[Record], found: Sequence[Trained]) -> str:
     """Say what the NLL is measured on, and how many test sentences the scores are of."""
-    counts = count_test_sentences(records, found[0].run.config["data"]["name"])
-    scored = f"; scores: {sum(counts.values()):,} sentences of {len(counts)} languages" if counts else ""
-    return f"NLL: the validation set{scored}"
+    data = found[0].run.config["data"]["name"]
+    counts = count_test_sentences(records, data)
+    valid, test = (describe_lines(records, data, split) for split in ("valid", "test"))
+    scored = test or f"{sum(counts.values()):,} sentences"
+    return f"NLL: {valid or 'the validation set'}" + (f"; scores: {scored}, {len(counts)} languages" if counts else "")
 
 
 def _all(sizes: dict[int, dict[int, Trained]]) -> list[Trained]:

@@ -1,0 +1,61 @@
+"""The English lines that the languages of a corpus share, from the record of python -m experiments.english_lines.
+
+Languages with the same English lines in every split are one test, however many they are: they count as one.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean
+
+from gpipe.records import Record
+from reproductions.study import Study
+from reproductions.table import newest
+
+EXPERIMENT = "english_lines"
+_STUDY = Study(EXPERIMENT)
+
+
+def find_same(records: Sequence[Record], data: str) -> dict[str, str]:
+    """Return for each language of a data set that has the same English lines as others which one stands for them."""
+    record = _find(records, data)
+    groups = [] if record is None else record.results["same"]
+    return {language: group["languages"][0] for group in groups for language in group["languages"]}
+
+
+def pool(values: Mapping[str, float], same: Mapping[str, str]) -> dict[str, float]:
+    """Return values by language, with the mean of those that count as one."""
+    found: dict[str, list[float]] = {}
+    for language, value in values.items():
+        found.setdefault(same.get(language, language), []).append(value)
+    return {language: fmean(several) for language, several in found.items()}
+
+
+def describe_number(languages: Collection[str], same: Mapping[str, str]) -> str:
+    """Write how many languages there are, and as how many they count: "58 as 45"."""
+    number, counted = len(languages), len({same.get(language, language) for language in languages})
+    return f"{number}" if number == counted else f"{number} as {counted}"
+
+
+def describe_lines(records: Sequence[Record], data: str, split: str, languages: Iterable[str] | None = None) -> str:
+    """Say how many sentences of a split are translations of how many English lines; empty where nobody knows."""
+    record = _find(records, data)
+    if record is None:
+        return ""
+    lines = record.results["lines"][split]
+    found = [lines[language] for language in (lines if languages is None else languages) if language in lines]
+    return f"{sum(map(len, found)):,} translations of {len(set().union(*found)):,} English lines"
+
+
+def _find(records: Sequence[Record], data: str) -> Record | None:
+    return newest([record for record in records if record.config.get("data", {}).get("name") == data], EXPERIMENT)
+
+
+@_STUDY.table
+def english_lines(record: Record) -> str:
+    """Name the languages that count as one."""
+    groups = [
+        f"{', '.join(group['languages'])}: these {len(group['languages'])} languages have the same English lines, "
+        + ", ".join(f"{number} ({split})" for split, number in group["num_lines"].items())
+        + ". They count as one.\n"
+        for group in record.results["same"]
+    ]
+    return "\n".join(groups) or "No two languages have the same English lines.\n"
