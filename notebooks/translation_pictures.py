@@ -9,13 +9,21 @@ from house_style import PAPER_ALONE, Color, show
 
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
+from reproductions.english_lines import describe_number, find_same, pool
 from reproductions.figure3_multilingual.depth import average
 from reproductions.figure3_multilingual.gain import Line
-from reproductions.figure3_multilingual.pairs import fit_gains, group_pairs, list_gains
+from reproductions.figure3_multilingual.pairs import (
+    LOSS,
+    fit_gains,
+    gains_of,
+    group_pairs,
+    list_gains,
+    list_languages,
+)
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
-from reproductions.translation_runs import Trained, list_barely_tested, training_pairs
+from reproductions.translation_runs import Trained, describe_pairs, list_barely_tested, training_pairs
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
 records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
@@ -132,19 +140,20 @@ def draw_line(axis: plt.Axes, line: Line) -> None:
 
 def describe_gain(setting: str) -> str:
     """Say on how many languages the multilingual model has the lower loss, and by how much, for each group of them."""
-    said = []
+    said, data = [], setting.rpartition(", ")[2]
+    same = find_same(records, data)
     for group, seeds in group_pairs(records)[setting].items():
-        values: dict[str, list[float]] = {}
-        for languages in seeds.values():
-            for language, (one, many) in languages.items():
-                both = [model.best("loss", language) or 0 for model in (one, many)]
-                values.setdefault(language, []).append(both[0] - both[1])
+        languages, values = sorted(list_languages(seeds)), dict[str, list[float]]()
+        for found in gains_of(seeds, LOSS, languages).values():
+            for language, gain in pool(found, same).items():
+                values.setdefault(language, []).append(gain)
+        number, extent = describe_number(languages, same, "language"), describe_pairs(languages, records, data)
         gains = [fmean(of) for of in values.values()]
         better, mean_gain = sum(gain > 0 for gain in gains), fmean(gains)
         said.append(
-            f"**{setting}, {group}**: on {better} of {len(gains)} the multilingual model has the lower loss, means "
-            f"over {len(seeds)} seeds. In the mean over all {len(gains)} its loss is "
-            f"{'lower' if mean_gain > 0 else 'higher'} by {abs(mean_gain):.3f} nats."
+            f"**{setting}, {group}**, {number}{extent and f' with {extent}'}: on {better} of {len(gains)} the "
+            f"multilingual model has the lower loss, means over {len(seeds)} seeds. In the mean over all {len(gains)} "
+            f"its loss is {'lower' if mean_gain > 0 else 'higher'} by {abs(mean_gain):.3f} nats."
         )
     return "\n\n".join(said)
 
@@ -190,15 +199,16 @@ def draw_papers_models() -> None:
 GROUPS = (("low", 0.97, Color.LOW_RESOURCE, "o"), ("high", 1.03, Color.HIGH_RESOURCE, "D"))
 
 
-def draw_depths(depths: Mapping[int, Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
-    """Draw loss and scores against the number of layers, by group of languages."""
+def draw_depths(data: str, depths: Mapping[int, Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
+    """Draw loss and scores against the number of layers, by group of languages of a data set."""
+    same = find_same(records, data)
     _, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
     labels = {"loss": "least loss, nats per token", "chrf": "chrF of the test set", "bleu": "BLEU of the test set"}
     for axis, (figure, label) in zip(axes, labels.items(), strict=True):
         for group, side, color, marker in GROUPS:
             means = []
             for depth, models in depths.items():
-                found = [average(one, figure, groups[group]) for one in models.values()]
+                found = [average(one, figure, groups[group], same) for one in models.values()]
                 seen = [value for value in found if value is not None]
                 if seen:
                     axis.plot([depth * side] * len(seen), seen, marker, color=color, ms=4, mew=0, alpha=0.5)

@@ -29,10 +29,11 @@ def pool(values: Mapping[str, float], same: Mapping[str, str]) -> dict[str, floa
     return {language: fmean(several) for language, several in found.items()}
 
 
-def describe_number(languages: Collection[str], same: Mapping[str, str]) -> str:
-    """Write how many languages there are, and as how many they count: "58 as 45"."""
+def describe_number(languages: Collection[str], same: Mapping[str, str], noun: str = "") -> str:
+    """Write how many languages there are, and as how many they count: "58 (counted as 45)", "1 language"."""
     number, counted = len(languages), len({same.get(language, language) for language in languages})
-    return f"{number}" if number == counted else f"{number} as {counted}"
+    named = f"{number} {noun}{'s' if number > 1 else ''}" if noun else f"{number}"
+    return named if number == counted else f"{named} (counted as {counted})"
 
 
 def describe_lines(records: Sequence[Record], data: str, split: str, languages: Iterable[str] | None = None) -> str:

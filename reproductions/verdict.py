@@ -7,7 +7,8 @@ which are in both; but no interval is narrower than one of the two. A line throu
 treated in the same way, with its deviations in place of those from the mean.
 
 Without an effect, this interval excludes zero at most one time in twenty: as often as that over seeds alone, or where
-seeds or languages differ most (tests/reproductions/test_verdict.py).
+seeds or languages differ most (tests/reproductions/test_verdict.py). Languages have to be independent for that, so
+those with the same English lines count as one (english_lines.py). The lines that others share are not drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,11 +47,11 @@ class Interval:
             return "reproduced"
         return "contradicted" if self.high < 0 else NO_DIFFERENCE
 
-    def describe(self, form: str) -> str:
-        """Write the verdict and the interval that it follows from, such as "reproduced [+0.1, +0.3]"."""
+    def describe(self, form: str, instead: str | None = None) -> str:
+        """Write the verdict, or something else instead, and the interval, such as "reproduced [+0.1, +0.3]"."""
         if isinf(self.low):
             return ONE_SEED
-        return f"{self.verdict} [{self.low:+{form}}, {self.high:+{form}}]"
+        return f"{instead or self.verdict} [{self.low:+{form}}, {self.high:+{form}}]"
 
 
 def over_seeds(gains: Sequence[float]) -> Interval | None:

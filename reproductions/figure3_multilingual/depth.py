@@ -101,11 +101,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 Claim(
                     "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)"
                     f"; {NOT_DRAWN}"
-                    + (
-                        f": {describe_number(low, same)} language{'s' if len(low) > 1 else ''} with {extent}"
-                        if extent
-                        else ""
-                    )
+                    + (f": {describe_number(low, same, 'language')} with {extent}" if extent else "")
                     + (f", without {_name_models(without)}, whose training is unfinished" if without else ""),
                     f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
                     f"gain with each doubling of the depth, {len(compared)} depths: {gains}",

@@ -59,6 +59,7 @@ PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
 NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 _COMMANDS = "python -m experiments.multilingual"
+ONE_LANGUAGE = "one language: over seeds alone"
 _OVER = {EVERY: "all languages that have both models", TESTED: f"those with {TESTED}"}
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
@@ -261,7 +262,8 @@ def figure3_gain(records: Sequence[Record]) -> str:
                 interval = find_gain(seeds, figure, group, same)
                 tested = str(len(set(group) - barely))
                 mean_gain = "" if interval is None else f"{interval.mean:+{figure.form}}"
-                judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form)
+                alone = ONE_LANGUAGE if len({same.get(language, language) for language in group}) == 1 else None
+                judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form, alone)
                 rows.append([figure.title, name, describe_number(group, same), tested, mean_gain, judged])
         header = [setting, "training pairs", "languages", f"with {MIN_TEST_SENTENCES} test sentences or more"]
         tables.append(markdown([*header, "gain", "multilingual is better"], rows))
@@ -371,7 +373,7 @@ def _count_items(records: Sequence[Record], setting: str, languages: Iterable[st
     if not found:
         return "loss of the validation set"
     test, valid = (describe_lines(records, data, split, found) for split in ("test", "valid"))
-    number = f"{describe_number(found, find_same(records, data))} languages"
+    number = describe_number(found, find_same(records, data), "language")
     if not test:
         return f"{sum(counts[language] for language in found):,} sentences of {number}"
     return f"{number}: {test}; for the loss {valid}"
@@ -399,8 +401,11 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
 def _describe_languages(languages: Collection[str], records: Sequence[Record], setting: str) -> str:
     """Write how many languages there are, and how many training pairs the poorest and the richest have."""
     data = setting.rpartition(", ")[2]
-    extent, number = describe_pairs(languages, records, data), describe_number(languages, find_same(records, data))
-    return f"on {number} language{'s' if len(languages) > 1 else ''}{extent and f' with {extent}'}"
+    extent, number = (
+        describe_pairs(languages, records, data),
+        describe_number(languages, find_same(records, data), "language"),
+    )
+    return f"on {number}{extent and f' with {extent}'}"
 
 
 def _list_each(models: Iterable[Trained]) -> list[Trained]:

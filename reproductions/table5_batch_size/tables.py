@@ -8,7 +8,7 @@ from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
-from reproductions.english_lines import describe_lines
+from reproductions.english_lines import describe_lines, find_same, pool
 from reproductions.paper_scale import Differences
 from reproductions.table import Paper, markdown, not_run, provenance
 from reproductions.translation_runs import (
@@ -39,7 +39,10 @@ def table5(records: Sequence[Record], paper: Paper) -> str:
     rows = []
     for row in paper:
         runs = list(sizes.get(int(row["batch_tokens"]), {}).values())
-        ours = [spread([bleu(one) for one in runs], ".2f"), spread([one.last("loss") for one in runs], ".2f")]
+        ours = [
+            spread([average(records, one, "bleu") for one in runs], ".2f"),
+            spread([one.last("loss") for one in runs], ".2f"),
+        ]
         cells = [row["bleu"], ours[0] or "not run", row["nll"], ours[1] or "not run", str(len(runs))]
         rows.append([row["title"], *cells])
     return markdown(["tokens per mini-batch", "BLEU: paper", "ours", "NLL: paper", "ours", "runs"], rows)
@@ -54,8 +57,11 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     """Return the gain of the largest mini-batch over the smallest, and the gains at laptop scale."""
     sizes = _by_size(_paper_scale_trainings(records, paper))
     ends = [sizes.get(int(row["batch_tokens"]), {}) for row in (paper[0], paper[-1])]
-    scores = [spread([bleu(one) for one in seeds.values()], ".2f") for seeds in ends]
-    gained = [_minus(bleu(ends[1][seed]), bleu(ends[0][seed])) for seed in sorted(ends[0].keys() & ends[1].keys())]
+    scores = [spread([average(records, one, "bleu") for one in seeds.values()], ".2f") for seeds in ends]
+    gained = [
+        _minus(*(average(records, seeds[seed], "bleu") for seeds in reversed(ends)))
+        for seed in sorted(ends[0].keys() & ends[1].keys())
+    ]
     rows = [
         Claim(
             f"from {paper[0]['title']} to {paper[-1]['title']} tokens per mini-batch BLEU rises (Table 5)",
@@ -74,8 +80,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             rows.append(
                 Claim(
                     f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)"
-                     "; seeds are drawn, but not validation lines"
-                    + _describe_rates(records, experiment, small),
+                    "; seeds are drawn, but not validation lines" + _describe_rates(records, experiment, small),
                     f"{paper[0]['nll']} to {paper[-1]['nll']}",
                     " to ".join(losses) or NOT_RUN,
                     verdict=format_verdicts(found, ".2f"),
@@ -144,8 +149,7 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
                     str(len(runs)),
                     spread([_loss(experiment, one) for one in runs], ".3f"),
                     spread(_gains(experiment, smaller, seeds), ".3f", "+"),
-                    spread([bleu(one) for one in runs], ".2f"),
-                    spread([chrf(one) for one in runs], ".2f"),
+                    *(spread([average(records, one, name) for one in runs], ".2f") for name in ("bleu", "chrf")),
                     "" if interval is None else interval.describe(".3f"),
                 ]
             )
@@ -176,14 +180,11 @@ def small_runs(records: Sequence[Record], experiment: str = LAPTOP) -> dict[str,
     return {setting: _by_size(found) for setting, found in settings.items()}
 
 
-def bleu(one: Trained) -> float | None:
-    """Return the mean BLEU over the languages that were scored, with the narrowest beam."""
-    return mean(one.score("bleu", language) for language in one.pairs())
-
-
-def chrf(one: Trained) -> float | None:
-    """Return the mean chrF over the languages that were scored, with the narrowest beam."""
-    return mean(one.score("chrf", language) for language in one.pairs())
+def average(records: Sequence[Record], one: Trained, name: str) -> float | None:
+    """Return the mean of a score over the languages, with the narrowest beam."""
+    scores = {language: one.score(name, language) for language in one.pairs()}
+    known = {language: score for language, score in scores.items() if score is not None}
+    return mean(pool(known, find_same(records, one.run.config["data"]["name"])).values())
 
 
 def _by_size(found: Iterable[Trained]) -> dict[int, dict[int, Trained]]:

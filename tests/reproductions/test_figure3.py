@@ -9,6 +9,7 @@ from reproductions.figure3_multilingual.pairs import BILINGUAL, MULTILINGUAL
 from reproductions.figure3_multilingual.tables import (
     claims,
     figure3_beams,
+    figure3_design,
     figure3_gain,
     figure3_languages,
     figure3_left_out,
@@ -79,6 +80,17 @@ def test_the_multilingual_model_stands_beside_the_bilingual_ones_of_its_seed() -
     )
     steps = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("steps")]
     assert steps[0][3:] == ["155", "300", "+145", "", ""], "a bilingual model is judged at its own best evaluation"
+
+
+def test_the_design_counts_the_trainings_that_are_compared_and_no_further_seed() -> None:
+    records = [
+        *pair(0, 3.0, 2.5),
+        *pair(1, 4.0, 3.5),
+        *(trained(MULTILINGUAL, seed, {"sw": 2.0}) for seed in (2, 3, 4)),
+    ]
+    alone, of_all = [row for row in cells(figure3_design(records)) if row[0].startswith("is one model")]
+    compared = [row[1] for row in cells(figure3_low_resource(records)) if row[0].startswith("least loss")]
+    assert compared == ["0", "1", "all 2"] and (alone[2:4], of_all[2:4]) == (["4", "2"], ["2", "2"])
 
 
 def test_the_verdict_follows_from_seeds_and_languages() -> None:
@@ -177,7 +189,8 @@ def test_the_gain_is_shown_by_the_number_of_pairs_with_all_languages() -> None:
     ranges, lines = figure3_gain([*records, *scores]).split("\n\n")
     loss = [row for row in cells(ranges) if row[0].startswith("least loss")]
     assert [row[1:5] for row in loss] == [["100 to 249", "1", "0", "+1.000"], ["250 to 499", "1", "1", "-1.000"]]
-    assert loss[0][-1].startswith("reproduced [+1.0") and loss[1][-1].startswith("contradicted [-1.0")
+    alone = "one language: over seeds alone"
+    assert loss[0][-1].startswith(f"{alone} [+1.0") and loss[1][-1].startswith(f"{alone} [-1.0")
     row = cells(lines)[0]
     assert row[1].startswith("+1.000 at 100") and row[2].startswith("-1.000 at 300")
     assert row[3] == "173 pairs", "the geometric mean of 100 and 300"
