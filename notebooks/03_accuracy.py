@@ -152,8 +152,8 @@ else:
     show(f"Not run: `{PRE_TRAINING}`, then `{TRANSFERS} init_from=<its run>` and `{TRANSFERS} init_from=null`.")
 
 # %% [markdown]
-# A start has converged where its accuracy does not change between half of the steps and all by the test of all
-# verdicts. A gain is a difference of two rows, in points of top-1; its verdict is that after all steps.
+# The last column of a start is how far its accuracy rises from half of the steps to all, with its interval: a wide one
+# proves no convergence. A gain is a difference of two rows, in points of top-1; its verdict is that after all steps.
 
 # %%
 show(transfer_steps(records))

@@ -12,7 +12,7 @@ from reproductions.commands import Cell, checkpoint_run
 from reproductions.design import Arm, count_images
 from reproductions.table import markdown, not_run
 from reproductions.table4_imagenet_and_transfer.model_size import learning_rate, validation_top1
-from reproductions.verdict import NO_DIFFERENCE, Interval, over_seeds
+from reproductions.verdict import Interval, over_seeds
 
 WHOLE, FEW = "transfer_table_laptop", "transfer_few_laptop"
 SHARES = {"an eighth": 8, "a quarter": 4, "half": 2, "all": 1}
@@ -102,8 +102,8 @@ class Start:
 def transfer_steps(records: Sequence[Record]) -> str:
     """Return the accuracy by the number of steps, of each way of starting, and what fine-tuning gains at each.
 
-    Both start with the rate that the validation images choose. A start has converged where the accuracies after half
-    of the steps and after all do not differ by the pages' test.
+    Both start with the rate that the validation images choose. The last column of a start is how far its accuracy rises
+    from half of the steps to all.
     """
     rows = [
         row
@@ -114,7 +114,7 @@ def transfer_steps(records: Sequence[Record]) -> str:
     if not rows:
         return not_run(f"train.py -m +experiment={WHOLE}")
     header = ["data set", "images", "steps", "start", "learning rate, of those tried", *SHARES]
-    return markdown([*header, "converged, or pre-training helps"], rows)
+    return markdown([*header, "rises from half to all, or pre-training helps"], rows)
 
 
 def transfer_checkpoints(records: Sequence[Record]) -> str:
@@ -236,11 +236,8 @@ def _describe(images: Images, name: str, start: Start) -> list[str]:
     edge = "" if start.is_bracketed else ": at the end of the search"
     top1 = [f"{fmean(found.values()):.1%}" if (found := start.top1(images.steps_of(share))) else "" for share in SHARES]
     rise = start.find_rise(images.steps_of("half"), images.steps)
-    if rise is None:
-        converged = "not run"
-    else:
-        converged = f"{'yes' if rise.verdict == NO_DIFFERENCE else 'no'} [{rise.low:+.1%}, {rise.high:+.1%}]"
-    return [*_name(images), name, f"{start.rate:g} of {tried}{edge}", *top1, converged]
+    risen = "not run" if rise is None else rise.describe(".1%", f"{rise.mean:+z.1%}")
+    return [*_name(images), name, f"{start.rate:g} of {tried}{edge}", *top1, risen]
 
 
 def _compare(images: Images, starts: Mapping[str, Start]) -> list[str] | None:

@@ -100,11 +100,11 @@ def test_runs_without_a_number_of_steps_or_without_images_that_choose_are_left_o
     assert read_starts([endless, unchosen]) == {}
 
 
-def test_what_still_rises_between_the_last_two_numbers_of_steps_has_not_converged() -> None:
+def test_a_start_has_its_rise_between_the_last_two_numbers_of_steps() -> None:
     rising = [run(50, seed, 0.5, None, 0.5, (0.25, 0.25, 0.25, 0.5)) for seed in (0, 1)]
     steady = [run(100, seed, 0.5, None, 0.5, (0.25, 0.25, 0.5, 0.5 + seed / 64)) for seed in (0, 1)]
     ends = [row[-1] for row in cells(transfer_steps([*rising, *steady]))]
-    assert ends[0] == "no [+25.0%, +25.0%]" and ends[1].startswith("yes [-9.")
+    assert ends[0] == "+25.0% [+25.0%, +25.0%]" and ends[1].startswith("+0.8% [-9.")
     early = run(50, 0, 0.5, None, 0.5, (0.25, None, None, 0.5))
     assert cells(transfer_steps([early]))[0][5:] == ["25.0%", "", "", "50.0%", "not run"]
 
