@@ -38,7 +38,7 @@ def test_a_timeline_survives_json() -> None:
 
 def test_the_trace_has_one_complete_event_per_task(tmp_path: Path) -> None:
     timeline = simulate(gpipe_schedule(2, 3), lambda task: SECONDS[task.kind])
-    timeline.write_trace(tmp_path / "trace.json")
+    timeline.write_trace(str(tmp_path / "trace.json"))
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     complete = [row for row in rows if row["ph"] == "X"]
     found = {(row["cat"], row["tid"], row["args"]["micro_batch"]): (row["ts"], row["dur"]) for row in complete}

@@ -48,10 +48,10 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def test_a_run_of_its_own_takes_over_the_log_of_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
-    with Tracker(tmp_path / "first", mode="disabled") as first:
+    with Tracker(str(tmp_path / "first"), mode="disabled") as first:
         for step in range(1, 5):
             first.log({"step": step, "loss": step / 8})
-    with Tracker(tmp_path / "second", mode="disabled", resumed=tmp_path / "first") as second:
+    with Tracker(str(tmp_path / "second"), mode="disabled", resumed=str(tmp_path / "first")) as second:
         second.rewind(2)
         second.log({"step": 3, "loss": 0.0})
     assert [line["loss"] for line in read_lines(tmp_path / "second")] == [0.125, 0.25, 0.0]

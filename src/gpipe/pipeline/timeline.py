@@ -86,6 +86,6 @@ class Timeline:
         events = (Event(Task(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in rows)
         return cls(tuple(events), num_devices, placement)
 
-    def write_trace(self, path: Path) -> None:
+    def write_trace(self, path: str | Path) -> None:
         """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open."""
-        path.write_text(json.dumps(make_trace(self.events, self.row, self.row_names())))
+        Path(path).write_text(json.dumps(make_trace(self.events, self.row, self.row_names())))

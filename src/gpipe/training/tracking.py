@@ -56,7 +56,7 @@ class Tracker:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         enabled: bool = True,
         mode: str = "offline",
@@ -65,7 +65,7 @@ class Tracker:
         name: str | None = None,
         tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        resumed: Path | None = None,
+        resumed: str | Path | None = None,
     ) -> None:
         """Begin in `folder`, or continue there.
 
@@ -83,6 +83,7 @@ class Tracker:
         """
         if mode not in _PROGRAMS:
             raise ValueError(f"tracking.mode is {mode!r}: choose one of {', '.join(_PROGRAMS)}.")
+        folder, resumed = Path(folder), None if resumed is None else Path(resumed)
         self._folder, self._mode = folder, mode
         self._path = folder / METRICS_FILE
         self._earlier = None if resumed is None else resumed / METRICS_FILE
