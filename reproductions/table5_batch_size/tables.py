@@ -80,7 +80,8 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             rows.append(
                 Claim(
                     f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)"
-                    "; seeds are drawn, but not validation lines" + _describe_rates(records, experiment, small),
+                    + ("; seeds are drawn, but not validation lines" if small else "")
+                    + _describe_rates(records, experiment, small),
                     f"{paper[0]['nll']} to {paper[-1]['nll']}",
                     " to ".join(losses) or NOT_RUN,
                     verdict=format_verdicts(found, ".2f"),
