@@ -49,7 +49,7 @@ def draw_languages(
     axis: plt.Axes, many: Mapping[str, float], one: Mapping[str, float], pairs: Mapping[str, int]
 ) -> None:
     """Draw a figure against the number of training pairs: a line joins the two models of a language."""
-    for language in one.keys() & many.keys() & pairs.keys():
+    for language in sorted(one.keys() & many.keys() & pairs.keys()):
         axis.plot([pairs[language]] * 2, [one[language], many[language]], color="lightgray", linewidth=1, zorder=0)
     for values, label, color, marker in (
         (many, "multilingual", Color.MULTILINGUAL, "o"),

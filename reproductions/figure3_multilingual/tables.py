@@ -350,7 +350,9 @@ def figure3_design(records: Sequence[Record]) -> str:
     for ways in depth.deep_trainings(records).values():
         for (scaled, limit), runs in ways.items():
             name = f"{'scaled' if scaled else 'usual'} initialisation, logits {'not ' if limit is None else ''}clipped"
-            arms.append(Arm(question, name, depth.DEEP_TRAINING, runs, test_items="loss of the validation set"))
+            lines = describe_lines(records, runs[0].config["data"]["name"], "valid")
+            items = f"loss of the validation set{lines and f': {lines}'}"
+            arms.append(Arm(question, name, depth.DEEP_TRAINING, runs, test_items=items))
     counted = [one.run for one in _paper_scale_trainings(records)]
     return design_table([*arms, Arm("are larger models better?", "the paper's models", PAPER_SCALE[0], counted)])
 
