@@ -31,7 +31,7 @@ from reproductions.translation_runs import (
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
 
-NOT_DRAWN = "seeds and languages are drawn, but neither validation nor test lines, which languages share"
+NOT_DRAWN = "seeds and languages are drawn, but not lines"
 DEEP_TRAINING = "deep_training_laptop"
 STUDY = "python -m experiments.deep_or_wide"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
