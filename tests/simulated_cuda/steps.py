@@ -25,10 +25,10 @@ from tests.simulated_cuda import ledger
 from tests.support.random_layers import build
 
 KINDS = (
-    "conv", "norm", "branch", "dropout", "channels_last", "nest", "frozen", "drop_path", "norm", "join", "conv",
-    "unused",
+    "conv", "norm", "branch", "dropout", "channels_last", "nest", "holes", "frozen", "drop_path", "norm", "join",
+    "conv", "unused",
 )  # fmt: skip
-CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3)}
+CUTS = {1: (14,), 2: (7, 7), 3: (3, 5, 6), 4: (1, 6, 5, 2), 6: (2, 2, 3, 2, 2, 3)}
 STATE_WAITS = "operations waited for blindly for the optimizer's state"
 SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
 PLACES, BLIND_EXCHANGES = "places of host synchronisations", "exchanges waited for blindly"
@@ -95,9 +95,9 @@ def _train(rank: int, setting: Setting) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (world // num_devices, num_devices), mesh_dim_names=("replica", "stage"))
     layers = build(KINDS)
     if setting.tied:
-        layers[10].module.weight = layers[0].module.weight
+        layers[11].module.weight = layers[0].module.weight
     if setting.idle_norm and rank == 1:
-        layers[8].module.forward = lambda x: x
+        layers[9].module.forward = lambda x: x
     pipeline = _build_pipeline(layers, setting, world, mesh)
     threads = set[str]()
     for layer in pipeline.layers.values():
@@ -181,6 +181,43 @@ def count_transfers(rank: int, kinds: tuple[str, ...], num_microbatches: int) ->
     pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
     pipeline.close()  # and wait until all has been sent
     return ledger.counts["NCCL operations"]
+
+
+class _Pass(nn.Linear):
+    """Hands on its input and its weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.weight
+
+
+class _Multiply(nn.Module):
+    """Multiplies two matrices."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] @ both[1]
+
+
+def evaluate_and_overwrite(rank: int) -> list[float]:
+    """Return all outputs of evaluations in which a process hands on what is overwritten right after them."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(_Pass(4, 4), _Multiply()), nn.functional.mse_loss, [1, 1], 2, mesh=mesh,
+        devices=f"cuda:{torch.cuda.current_device()}", timeout_seconds=10,
+    )  # fmt: skip
+    inputs, targets, found = torch.ones(2, 4, device="cuda"), torch.zeros(2), list[float]()
+    handed_on = [inputs, *(parameter.data for parameter in pipeline.parameters())]
+    for evaluate in (
+        lambda: pipeline.evaluate(inputs),
+        lambda: pipeline.measure(inputs, targets, lambda outputs, _: outputs[0]),
+    ):
+        for tensor in handed_on:
+            tensor.fill_(1)
+        rows = evaluate()
+        for tensor in handed_on:
+            tensor.fill_(2)
+        found += [] if rows is None else torch.cat(list(rows)).tolist()
+    pipeline.close()
+    return found
 
 
 def train_each(rank: int, settings: list[Setting]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from tests.simulated_cuda.steps import (
     Setting,
     assert_same_bits,
     count_transfers,
+    evaluate_and_overwrite,
     train,
     train_each,
 )
@@ -154,6 +155,10 @@ def test_replicas_train_as_on_the_cpu(num_replicas: int, settings: list[Setting]
 def test_a_payload_of_many_tensors_is_one_operation(kinds: tuple[str, ...], simulated: Machine) -> None:
     num_microbatches = 4
     assert simulated.run(2, count_transfers, kinds, num_microbatches) == [2 * num_microbatches] * 2  # there and back
+
+
+def test_what_a_stage_hands_on_in_an_evaluation_may_change_right_after_it(simulated: Machine) -> None:
+    assert simulated.run(2, evaluate_and_overwrite) == [[], [4.0] * 16]
 
 
 @on_all_machines

@@ -103,6 +103,7 @@ KINDS = {
     "sometimes": lambda: OnMain(Sometimes()),
     "unused": lambda: OnMain(Unused()),
     "channels_last": lambda: OnMain(ChannelsLast()),
+    "holes": lambda: OnMain(Holes()),
     "branch": Branch,
     "nest": Nest,
     "join": Join,
@@ -116,6 +117,13 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last)
+
+
+class Holes(nn.Module):
+    """Leaves a hole in memory behind each element."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, -1)[..., ::2]
 
 
 def build(kinds: Sequence[str], seed: int = 0) -> nn.Sequential:

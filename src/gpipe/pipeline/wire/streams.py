@@ -87,21 +87,21 @@ class Formats:
 
     def __init__(self) -> None:
         self._known: dict[bool, dict[int, MessageFormat]] = {True: {}, False: {}}  # by training, then by position
-        self._training = True
+        self.training = True
         self.position = 0  # of the next message in its step
 
     def start(self, *, training: bool) -> None:
         """Begin a step."""
-        self._training, self.position = training, 0
+        self.training, self.position = training, 0
 
     def prefix(self) -> bytes:
         """Return what the next message of data begins with."""
-        return HEADER.pack(Mark.DATA, 0, self._training, self.position)
+        return HEADER.pack(Mark.DATA, 0, self.training, self.position)
 
     def check_prefix(self, message: Any) -> None:
         """Refuse a message of data that is not the next one of this end's step."""
         *_, training, position = HEADER.unpack_from(message)
-        if (training, position) != (self._training, self.position):
+        if (training, position) != (self.training, self.position):
             raise PipelineError(
                 "the neighbour sent a payload of another step, or of training for evaluation; every process must make "
                 "the same calls of the pipeline, in the same order"
@@ -109,7 +109,7 @@ class Formats:
 
     def predict(self) -> MessageFormat:
         """Return the format that the next message should have."""
-        known = self._known[self._training]
+        known = self._known[self.training]
         return known.get(self.position) or known.get(self.position - 1, EMPTY)
 
     def longest(self) -> int:
@@ -118,7 +118,7 @@ class Formats:
 
     def advance(self, found: MessageFormat) -> None:
         """Note the format that it had."""
-        self._known[self._training][self.position] = found
+        self._known[self.training][self.position] = found
         self.position += 1
 
 
@@ -198,13 +198,16 @@ class Sender(_End):
             found.pack(payload, message)  # at once: what the payload lies in may change
             self._leave(lambda: self._deliver(message))
             return
+        parts = [flatten(*one) for one in zip(payload.tensors, found.layouts, strict=True)]
+        if not self._formats.training:  # it may change after an evaluation, which does not wait until it has arrived
+            parts = [part.clone() for part in parts]
         ready = torch.cuda.current_stream(self.link.device).record_event()
         delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
         self.link.device_work.deliver(delivery)
 
         def send() -> None:
             self._deliver(message)
-            self._send_on_device(payload, found, delivery)
+            self._send_on_device([part for part in parts if part.numel()], delivery)
 
         self._leave(send)
 
@@ -236,12 +239,10 @@ class Sender(_End):
         for message in frame_text(text, mark):
             self._deliver(message)
 
-    def _send_on_device(self, payload: Payload, format_: MessageFormat, delivery: Delivery) -> None:
+    def _send_on_device(self, parts: Sequence[Tensor], delivery: Delivery) -> None:
         assert self.link.nccl is not None and self._stream is not None
         self._stream.wait_event(delivery.ready)
         with torch.cuda.stream(self._stream):
-            parts = [flatten(*one) for one in zip(payload.tensors, format_.layouts, strict=True)]
-            parts = [part for part in parts if part.numel()]
             for part in parts:
                 part.record_stream(self._stream)
             self.link.exchange(dist.isend, parts)
