@@ -35,6 +35,16 @@ class _Changing(nn.Module):
         return x * self.scale
 
 
+class _Renewed(nn.Linear):
+    """Gets other parameters, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def renew(self) -> None:
+        self.load_state_dict(self.state_dict(), assign=True)
+
+
 class _InPlace(nn.Module):
     """Changes its input, which is the output of another layer."""
 
@@ -71,6 +81,7 @@ class _Waiting(nn.Module):
 LAYERS = {
     "counting": lambda: [_Counting()],
     "changing": lambda: [_Changing()],
+    "renewed": lambda: [_Renewed()],
     "in place": lambda: [_InPlace()],
     "passing by": lambda: [_PassingBy(), _PassingBy(), _PassingBy(), _Second()],
     "waiting": lambda: [_Waiting()],
@@ -90,6 +101,8 @@ def train_layers(rank: int, name: str, mode: str, *, cuda_graphs: bool, num_step
         for layer in pipeline.layers.values():
             if isinstance(layer, _Changing):
                 layer.scale = float(max(step, 1))
+            if isinstance(layer, _Renewed) and step == 2:
+                layer.renew()
         ledger.forget()
         batch = torch.randn(4, 4, generator=generator), torch.randint(5, (4,), generator=generator)
         found[f"loss {step}"] = pipeline.train_step(batch).loss

@@ -11,8 +11,8 @@ The seed of a layer's masks is set before each replay, as before each run: a gra
 those of the layer as it is.
 
 What a layer does in Python is done when it is captured, and no more. Whatever of it can be seen from outside makes
-another graph: shapes, precision, attributes, training or not. Layers that change buffers are not captured, except for
-batch norms, whose statistics are copied out of the graph.
+another graph: shapes, precision, attributes that are replaced (not what changes inside of them), training or not.
+Layers that change buffers are not captured, except for batch norms, whose statistics are copied out of the graph.
 
 Why not torch.compile(mode="reduce-overhead"): see `refuse_cuda_graphs`. Why not torch.cuda.make_graphed_callables: it
 has one pair of graphs per layer, synchronises the device (where a stage would wait for another one that waits for it),
@@ -233,7 +233,8 @@ class LayerGraphs:
         """Let go of the graphs of layers that are no longer what they were when these were captured."""
         for index, layer in self._layers.items():
             tensors = [*layer.parameters(), *layer.buffers()]
-            kind = structure(layer), tuple(tensor.data_ptr() for tensor in tensors)
+            # Gradients go to the very parameters of the capture, which it keeps: no other one can get the id of one.
+            kind = structure(layer), tuple((id(tensor), tensor.data_ptr()) for tensor in tensors)
             if self._kinds.get(index) != kind:
                 self._num_changes[index] += index in self._kinds
                 self._kinds[index] = kind
