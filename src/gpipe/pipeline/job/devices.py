@@ -15,11 +15,15 @@ def choose_devices(devices: Devices, layers: nn.Module, num_stages: int) -> dict
     """Return the device of each stage in a process that plays all of them; by default where the layers are.
 
     Raises:
-        ValueError: there are neither as many devices as stages nor one for all.
+        ValueError: there are neither as many devices as stages nor one for all, or layers are in several places.
     """
     if devices is None:
-        first = next(layers.parameters(), torch.empty(0))
-        devices = "cpu" if first.is_meta else first.device
+        devices, *others = sorted({str(one.device) for one in layers.parameters() if not one.is_meta}) or ["cpu"]
+        if others:
+            raise ValueError(
+                f"the layers are on {', '.join([devices, *others])}, and no devices are given; set devices, one per "
+                "stage or one for all"
+            )
     if isinstance(devices, str | torch.device):
         devices = [devices] * num_stages
     if len(devices) != num_stages:

@@ -89,20 +89,21 @@ class MeshJob(Job):
         return self.activity.compiling or self._watch.find_compiling()
 
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
-        """Compare settings with those of the other processes, then connect with them."""
-        own = settings()
+        """Compare settings and types of devices with those of the other processes, then connect with them."""
+        own = {"devices": self._device.type} | settings()
         self._require_agreement(own, self._messenger, "stage")
+        if len(self._rows) > 1:
+            self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
+            compared = own if among_replicas is None else {name: own[name] for name in ("devices", *among_replicas)}
+            self._require_agreement(compared, self._replica_messenger, "replica")
         if self._num_processes > 1:
             with self._explaining():
                 self._messenger.connect_neighbours()
                 self.transfer = self._connect_stages()
-        if len(self._rows) > 1:
-            self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
+        if self._replica_messenger is not None:
             with self._explaining():
                 self._replica_messenger.connect_neighbours()
             self.replicas = self.connect_replicas()
-            compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
-            self._require_agreement(compared, self._replica_messenger, "replica")
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
