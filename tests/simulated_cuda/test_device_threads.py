@@ -9,6 +9,7 @@ import pytest
 from tests.simulated_cuda import threaded
 from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.steps import THREADS, Setting, assert_same_bits, train_each
+from tests.simulated_cuda.streams import NUM_DEVICES
 from tests.simulated_cuda.test_steps import (
     LAYOUTS,
     MACHINES,
@@ -45,6 +46,11 @@ def test_autocast_reaches_every_thread(machine: Machine) -> None:
     (outcomes,) = machine.run(1, train_each, settings)
     for setting, outcome in zip(settings, outcomes, strict=True):
         assert_same_bits(outcome, train_one_stage(machine, setting), str(setting))
+
+
+def test_a_batch_may_be_made_on_any_device_by_any_stream(simulated: Machine) -> None:
+    losses = [simulated.run(1, threaded.train_beside, f"cuda:{index}")[0] for index in range(NUM_DEVICES)]
+    assert losses == [losses[0]] * NUM_DEVICES
 
 
 @on_several

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,16 @@ def release(rank: int) -> int:
     for thread in threads:
         thread.join(SECONDS)
     return _count_launching()
+
+
+def train_beside(rank: int, device: str) -> list[float]:
+    """Return the losses of batches that streams beside the default ones make on a GPU."""
+    pipeline, _ = _pipeline()
+    with ExitStack() as streams:
+        for index in range(torch.cuda.device_count()):
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(index)))
+        inputs, targets = torch.ones(4, 4, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+        return [pipeline.train_step((inputs * number, targets + number)).loss for number in range(3)]
 
 
 def _count_launching() -> int:

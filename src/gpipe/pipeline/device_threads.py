@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -70,7 +70,7 @@ class DeviceThreads:
 
     def _run_at_once(self, tasks: Sequence[Task], run_task: Callable[[Task], None]) -> None:
         launched = _Launched()
-        settings = _ThreadSettings(self._threads)
+        settings = _ThreadSettings()
 
         def launch(device: torch.device) -> None:
             with launched.stopping_all(), settings.adopted(device):
@@ -139,14 +139,10 @@ class _Launched:
 
 
 class _ThreadSettings:
-    """What torch keeps per thread and a step depends on, of the thread that calls `train_step`.
+    """What torch keeps per thread and a step depends on, of the thread that calls `train_step`."""
 
-    Args:
-        devices: the GPUs.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams = {device: torch.cuda.current_stream(device) for device in devices}
+    def __init__(self) -> None:
+        self._streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
         self._autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self._keeps_copies = torch.is_autocast_cache_enabled()
         self._has_gradients = torch.is_grad_enabled()
@@ -161,7 +157,12 @@ class _ThreadSettings:
         # The copies of weights belong to all threads, and the end of the outermost autocast in any of them drops all.
         torch.autocast_increment_nesting()
         try:
-            with torch.cuda.stream(self._streams[device]), torch.set_grad_enabled(self._has_gradients):
+            with ExitStack() as streams, torch.set_grad_enabled(self._has_gradients):
+                for stream in self._streams:  # a batch may be on any GPU
+                    # Not those that the thread has anyway: to choose one would start a GPU that nobody uses.
+                    if stream != torch.cuda.default_stream(stream.device):
+                        streams.enter_context(torch.cuda.stream(stream))
+                streams.enter_context(torch.cuda.stream(self._streams[device.index]))
                 yield
         finally:
             torch.autocast_decrement_nesting()
