@@ -36,6 +36,17 @@ class Named(nn.Sequential):
     """Adds nothing but a name."""
 
 
+class Cast(nn.Module):
+    """Changes the type of its input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
 class Temperature(nn.Module):
     """A loss that learns."""
 
@@ -365,6 +376,15 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
 def test_the_scaler_is_ours() -> None:
     with refused("scaler is of type GradScaler; give a gpipe.GradientScaler"):
         build().train_step(batch(), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_scaler_needs_gradients_of_more_than_float16() -> None:
+    half = nn.Linear(3, 3).half()
+    pipeline = build(nn.Sequential(Cast(torch.float16), half, Cast(torch.float32), nn.Linear(3, 3)))
+    with refused("the gradient of layers.1.weight is of torch.float16, where what a scaler keeps of it vanishes"):
+        pipeline.train_step(batch(), scaler=gpipe.GradientScaler())
+    half.requires_grad_(False)
+    assert pipeline.train_step(batch(), scaler=gpipe.GradientScaler()).loss > 0
 
 
 @pytest.mark.parametrize(("weight", "said"), [(lambda y: y, "the shape (2,)"), (lambda _: None, "the type NoneType")])

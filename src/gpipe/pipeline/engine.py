@@ -42,8 +42,8 @@ from gpipe.pipeline.refusals import (
     refuse_late_parameters,
     refuse_max_norm,
     refuse_model,
-    refuse_other_scaler,
     refuse_replaced_layers,
+    refuse_scaler,
     refuse_to_shard,
     unpack_mini_batch,
 )
@@ -271,7 +271,7 @@ class Pipeline(LayerExecution):
             inputs, targets = unpack_mini_batch(batch)
             refuse_inference_mode()
             refuse_max_norm(max_gradient_norm)
-            refuse_other_scaler(scaler)
+            refuse_scaler(scaler, self.named_parameters())
             if not self.is_first:  # which waits for its first boundary input next, and then all stages after it
                 self._prepare_stages(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)

@@ -392,10 +392,23 @@ def refuse_max_norm(max_norm: float | None) -> None:
         raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
 
 
-def refuse_other_scaler(scaler: Any) -> None:
-    """Refuse a scaler on which the processes would not agree, such as torch's."""
+def refuse_scaler(scaler: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Refuse a scaler on which the processes would not agree, such as torch's, and one that is of no use.
+
+    parameters: with their names.
+
+    Raises:
+        TypeError: it is another one.
+        ValueError: a gradient is of float16.
+    """
     if not isinstance(scaler, GradientScaler | None):
         raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
+    for name, parameter in parameters if scaler is not None else ():
+        if parameter.requires_grad and parameter.grad_dtype is torch.float16:
+            raise ValueError(
+                f"the gradient of {name} is of torch.float16, where what a scaler keeps of it vanishes when it is "
+                "divided; keep weights in float32, and call train_step under torch.autocast('cuda', torch.float16)"
+            )
 
 
 def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
