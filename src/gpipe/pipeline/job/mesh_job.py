@@ -90,7 +90,7 @@ class MeshJob(Job):
 
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
         """Compare settings and types of devices with those of the other processes, then connect with them."""
-        own = {"devices": self._device.type} | settings()
+        own = {"devices": self._device.type, **settings()}
         self._require_agreement(own, self._messenger, "stage")
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
