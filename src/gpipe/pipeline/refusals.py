@@ -393,14 +393,7 @@ def refuse_max_norm(max_norm: float | None) -> None:
 
 
 def refuse_scaler(scaler: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Refuse a scaler on which the processes would not agree, such as torch's, and one that is of no use.
-
-    parameters: with their names.
-
-    Raises:
-        TypeError: it is another one.
-        ValueError: a gradient is of float16.
-    """
+    """Refuse a scaler on which the processes would not agree, such as torch's, and one that float16 weights undo."""
     if not isinstance(scaler, GradientScaler | None):
         raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
     for name, parameter in parameters if scaler is not None else ():
