@@ -11,7 +11,7 @@ from gpipe.planning.profile import LayerProfile
 LOSS = LayerProfile(
     parameters=0,
     parameter_bytes=0,
-    trainable_bytes=0,
+    trainable_sizes=(),
     buffer_bytes=0,
     statistics_bytes=0,
     forward=(),
@@ -39,7 +39,7 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         LOSS,
         parameters=parameter_bytes // 4,
         parameter_bytes=parameter_bytes,
-        trainable_bytes=parameter_bytes,
+        trainable_sizes=(parameter_bytes,),
         forward=(Work(flops, 1),),
         backward=(Work(2 * flops, 1),),
         weight_gradients=(Work(flops, 1),),

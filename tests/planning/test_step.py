@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.shared.averaging import BUCKET_BYTES
 from gpipe.planning.accelerator import LayerSeconds, Speed
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.step import Setting, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
 
@@ -75,7 +76,7 @@ def test_averages_travel_while_the_stages_before_work() -> None:
 
 def test_replicas_need_the_memory_of_a_bucket() -> None:
     size = 10 * BUCKET_BYTES
-    profiles = [replace(layer(size), largest_gradient_bytes=largest) for largest in (size // 100, size // 2, 0)]
+    profiles = [replace(layer(size), trainable_sizes=(size // number,) * number) for number in (100, 2, 100)]
     for partitions, buckets in (([1, 2], (BUCKET_BYTES, size // 2)), ([2, 1], (size // 2, BUCKET_BYTES))):
         alone, together = (
             plan_memory([*profiles, LOSS], partitions, Setting(2, 2, num_replicas=num_replicas))
@@ -124,9 +125,28 @@ def test_the_optimisers_state_counts_with_the_parameters() -> None:
 
 
 def test_replicas_that_share_out_the_optimisers_state_keep_equal_parts() -> None:
-    profiles = [layer(4_000), LOSS]
+    profiles = [replace(layer(4_000), trainable_sizes=(1_000,) * 4), LOSS]
     kept = [plan_memory(profiles, [1], Setting(1, 2, state_ratio=1, shared_ratio=2, num_replicas=r)) for r in (1, 2, 4)]
     assert [memory.parameter_bytes for (memory,) in kept] == [20_000, 16_000, 14_000]
+
+
+@pytest.mark.parametrize("setting", [Setting(1, 2), Setting(4, 2, schedule="interleaved_1f1b", stages_per_device=2)])
+@pytest.mark.parametrize(
+    ("sizes", "num_replicas", "fullest"),
+    [((400, 4, 4), 4, 400), ((8, 8, 8), 2, 16), ((8, 6, 4, 2), 2, 10), ((4, 4), 4, 4), ((), 2, 0)],
+)
+def test_of_replicas_that_share_out_whole_parameters_the_one_that_keeps_most_is_planned(
+    setting: Setting, sizes: tuple[int, ...], num_replicas: int, fullest: int
+) -> None:
+    whole = replace(layer(sum(sizes), kept=0), trainable_sizes=sizes)
+    profiles = [whole, *[layer(kept=0)] * 3, LOSS]
+    setting = replace(setting, state_ratio=1, shared_ratio=2, update_ratio=100, num_replicas=num_replicas)
+    partitions = [4] if setting.num_stages == 1 else [1] * 4
+    found = plan_memory(profiles, partitions, setting)[0]
+    assert found.parameter_bytes == 3 * sum(sizes) + 2 * fullest
+    assert found.peak_bytes == found.parameter_bytes + 100 * fullest or not sizes
+    evaluated = EvaluationPlanner(lambda _: profiles, 2).plan(partitions, setting)[0]
+    assert evaluated == 2 * sum(sizes) + 2 * fullest + 2 * 10 + 20  # inputs, and a forward
 
 
 def test_what_an_update_allocates_counts_where_the_step_needs_less() -> None:

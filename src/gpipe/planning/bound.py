@@ -88,6 +88,7 @@ def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed
     """
     trainable = sum(profile.trainable_bytes for profile in profiles)
     kept = sum(profile.parameter_bytes + profile.buffer_bytes for profile in profiles)
-    updated = (kept + trainable + int(trainable * setting.kept_ratio)) / num_devices
+    state = int(trainable * (setting.state_ratio + setting.shared_ratio / setting.num_replicas))
+    updated = (kept + trainable + state) / num_devices
     averaged = 2 * (setting.num_replicas - 1) / setting.num_replicas * trainable if num_devices == 1 else 0.0
     return 2 * updated / speed.bytes_per_second + averaged / speed.link_bytes_per_second

@@ -188,7 +188,7 @@ class _StagePeaks:
     def __init__(self, profiles: Sequence[LayerProfile], setting: Setting) -> None:
         self._profiles, self._setting = profiles, setting
         least = (
-            profile.parameter_bytes + int(profile.trainable_bytes * setting.kept_ratio) + profile.kept_bytes
+            profile.parameter_bytes + int(profile.trainable_bytes * setting.state_ratio) + profile.kept_bytes
             for profile in profiles
         )
         self._least = list(accumulate(least, initial=0))

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 from gpipe.pipeline.microbatch import microbatch_sizes
-from gpipe.planning.memory import stage_memory
+from gpipe.planning.memory import state_bytes
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.step import Setting
+from gpipe.planning.step import Setting, place_memory
 
 
 @dataclass
@@ -36,12 +35,11 @@ class EvaluationPlanner:
         sizes = microbatch_sizes(self.batch_size, setting.num_microbatches)
         if sizes[0] not in self._profiles:
             self._profiles[sizes[0]] = self.profiler(sizes[0])
-        held, peaks = [0] * len(setting.tasks), [0] * len(setting.tasks)
-        for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
-            memory, device = stage_memory(self._profiles[sizes[0]], first, end), setting.placement[stage]
-            held[device] += memory.parameter_bytes + int(memory.gradient_bytes * setting.kept_ratio)
-            held[device] += memory.converted_bytes
-            held[device] += memory.input_bytes * len(sizes) if stage == 0 else 0
-            received = memory.input_bytes if stage > 0 else 0
-            peaks[device] = max(peaks[device], received + memory.quiet_peak_bytes)
-        return tuple(map(sum, zip(held, peaks, strict=True)))
+        found = []
+        for stages in place_memory(self._profiles[sizes[0]], partitions, setting):
+            held = state_bytes(stages.values(), setting.ratios)
+            held += sum(memory.converted_bytes for memory in stages.values())
+            held += stages[0].input_bytes * len(sizes) if 0 in stages else 0
+            received = (memory.input_bytes * (stage > 0) + memory.quiet_peak_bytes for stage, memory in stages.items())
+            found.append(held + max(received))
+        return tuple(found)

@@ -14,9 +14,10 @@ and during a task what the profiles of its layers say. Everything here is a sum 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.shared.averaging import BUCKET_BYTES
+from gpipe.pipeline.shared.sharded_optimizer import share_out
 from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.profile import LayerProfile
 
@@ -48,7 +50,7 @@ class StageMemory:
         weights_peak_bytes: of making them, above what was held.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
         converted_bytes: of the copies of weights that autocast makes once per step.
-        largest_gradient_bytes: of the gradient of its largest parameter.
+        trainable_sizes: of each of its trainable parameters.
     """
 
     parameter_bytes: int
@@ -65,7 +67,7 @@ class StageMemory:
     weights_peak_bytes: int
     bucket_bytes: int = 0
     converted_bytes: int = 0
-    largest_gradient_bytes: int = 0
+    trainable_sizes: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -80,16 +82,20 @@ class StateRatios(NamedTuple):
         kept: of optimiser state and averages.
         update: that an update allocates for a while.
         largest: that it allocates on top, per byte of the largest parameter.
+        shared: of optimiser state, per byte of the parameters that the replica updates.
+        num_sharers: the replicas that share out the updates of parameters.
     """
 
     kept: float
     update: float = 0.0
     largest: float = 0.0
+    shared: float = 0.0
+    num_sharers: int = 1
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that one device needs in a step, in bytes.
+    """The memory that one device needs in a step, in bytes: that of the replica which keeps most.
 
     Attributes:
         parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 per parameter for the paper's
@@ -118,6 +124,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     if end == len(profiles) - 1:
         end += 1
     own = profiles[first:end]
+    sizes = tuple(chain.from_iterable(profile.trainable_sizes for profile in own))
     freed = dict[int, int]()  # what the plain model frees of the stage's input, by layer; the stage holds it
     for received in own[0].inputs:
         if received.freed_by is not None:
@@ -161,10 +168,32 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         deferred_bytes=deferred,
         split_peak_bytes=given + split,
         weights_peak_bytes=_weights_peak(own),
-        bucket_bytes=min(gradients, max(BUCKET_BYTES, *(profile.largest_gradient_bytes for profile in own))),
+        bucket_bytes=min(gradients, max((BUCKET_BYTES, *sizes))),
         converted_bytes=sum(profile.converted_bytes for profile in own),
-        largest_gradient_bytes=max(profile.largest_gradient_bytes for profile in own),
+        trainable_sizes=sizes,
     )
+
+
+def state_bytes(stages: Collection[StageMemory], ratios: StateRatios) -> int:
+    """Return the bytes of a device's weights, optimiser state and averages."""
+    kept = sum(stage.parameter_bytes + int(stage.gradient_bytes * ratios.kept) for stage in stages)
+    return kept + int(ratios.shared * _find_updated_bytes(stages, ratios))
+
+
+def _find_updated_bytes(stages: Collection[StageMemory], ratios: StateRatios) -> int:
+    """Return the bytes of the parameters that a replica updates: of those which share them out, the one with most."""
+    if ratios.num_sharers == 1:
+        return sum(stage.gradient_bytes for stage in stages)
+    sizes = tuple(chain.from_iterable(stage.trainable_sizes for stage in stages))
+    return _find_largest_share(sizes, ratios.num_sharers)
+
+
+@lru_cache(maxsize=2**10)  # many cuts have the same stages
+def _find_largest_share(sizes: tuple[int, ...], num_sharers: int) -> int:
+    shares = [0] * num_sharers
+    for size, owner in zip(sizes, share_out(sizes, num_sharers), strict=True):
+        shares[owner] += size
+    return max(shares)
 
 
 def _weights_peak(own: Sequence[LayerProfile]) -> int:
@@ -286,20 +315,22 @@ class Walk:
         """
         # Whole numbers below 2**53 are exact.
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
-        fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * ratios.kept) for stage in stages.values())
+        fixed = state_bytes(stages.values(), ratios)
         gradients = sum(stage.gradient_bytes for stage in stages.values())
         converted = sum(stage.converted_bytes for stage in stages.values())
-        largest = max((stage.largest_gradient_bytes for stage in stages.values()), default=0)
+        largest = max(max(stage.trainable_sizes, default=0) for stage in stages.values())
         stash, activations, most = (
             int((counts @ sizes).max().item()) for counts in (self.stash, self.activations, self.all)
         )
-        updated = int(ratios.update * gradients + ratios.largest * largest)  # while there are no activations
+        updated = int(ratios.update * _find_updated_bytes(stages.values(), ratios) + ratios.largest * largest)
+        if ratios.num_sharers > 1:  # two buckets of parameters travel at once
+            updated = max(updated, min(gradients, 2 * max(stage.bucket_bytes for stage in stages.values())))
         return DeviceMemory(
             parameter_bytes=fixed + gradients,
             gradient_bytes=gradients,
             stash_bytes=stash,
             activation_bytes=converted + activations,
-            peak_bytes=fixed + max(converted + most, gradients + updated),
+            peak_bytes=fixed + max(converted + most, gradients + updated),  # an update has no activations beside it
             converted_bytes=converted,
         )
 

@@ -36,7 +36,7 @@ class LayerProfile:
     Attributes:
         parameters: their number, frozen ones too.
         parameter_bytes: the size of its parameters.
-        trainable_bytes: the size of those that get a gradient.
+        trainable_sizes: the size of each of those that get a gradient.
         buffer_bytes: the size of its buffers.
         statistics_bytes: what its batch norms note of each micro-batch until the step ends.
         forward: the work of each operation of the forward function.
@@ -58,7 +58,6 @@ class LayerProfile:
             counted: the stage holds them until its backward ends.
         last_first_backward_peak_bytes: likewise in the first backward pass of a step.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
-        largest_gradient_bytes: the size of the largest parameter that gets a gradient.
         converted_bytes: of the copies of its weights that autocast makes once per step; nothing else here counts them.
         heights: for each pass, what was held at every moment; the peak is the largest. Where a number of examples
             makes another moment the largest one, these say so.
@@ -66,7 +65,7 @@ class LayerProfile:
 
     parameters: int
     parameter_bytes: int
-    trainable_bytes: int
+    trainable_sizes: tuple[int, ...]
     buffer_bytes: int
     statistics_bytes: int
     forward: tuple[Work, ...]
@@ -86,9 +85,13 @@ class LayerProfile:
     last_backward_peak_bytes: int
     last_first_backward_peak_bytes: int
     tied_parameters: int = 0
-    largest_gradient_bytes: int = 0
     converted_bytes: int = 0
     heights: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def trainable_bytes(self) -> int:
+        """The size of the parameters that get a gradient."""
+        return sum(self.trainable_sizes)
 
     @cached_property
     def forward_flops(self) -> int:
@@ -275,7 +278,7 @@ def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile
     return LayerProfile(
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-        trainable_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        trainable_sizes=tuple(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         buffer_bytes=0 if layer is None else sum(buffer.nbytes for buffer in layer.buffers()),
         statistics_bytes=sum(buffer.nbytes for norm in norms for buffer in norm.buffers() if buffer.ndim > 0),
         forward=model.work["forward"][index],
@@ -290,6 +293,5 @@ def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile
         kept_bytes=model.live_after[index] - before,
         **{f"{name}_peak_bytes": max(found[index]) for name, found in model.heights.items()},
         heights=tuple(tuple(model.heights[name][index]) for name in PASSES),
-        largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
         converted_bytes=model.converted_bytes[index],
     )

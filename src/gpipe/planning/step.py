@@ -40,7 +40,7 @@ class Setting:
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-        shared_ratio: the same of the state that replicas share out, all together; each is planned with an equal part.
+        shared_ratio: the same of the state that replicas share out, all together.
         update_ratio: bytes that the update of a whole model allocates for a while, per byte of trainable parameters.
         largest_update_ratio: bytes that it allocates on top, per byte of the largest parameter.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
@@ -76,15 +76,15 @@ class Setting:
         return self.num_replicas * self.num_stages // self.stages_per_device
 
     @property
-    def kept_ratio(self) -> float:
-        """The bytes of optimiser state and averages on one device, per byte of its trainable parameters."""
-        return self.state_ratio + self.shared_ratio / self.num_replicas
-
-    @property
     def ratios(self) -> StateRatios:
         """What belongs to the parameters of one device."""
-        update = self.update_ratio / (self.num_replicas if self.shared_ratio else 1)
-        return StateRatios(self.kept_ratio, update, self.largest_update_ratio)
+        return StateRatios(
+            self.state_ratio,
+            self.update_ratio,
+            self.largest_update_ratio,
+            self.shared_ratio,
+            self.num_replicas if self.shared_ratio else 1,
+        )
 
     @property
     def synchronizes(self) -> bool:
@@ -337,7 +337,7 @@ def plan_memory(
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device."""
     setting = settle(profiles, partitions, setting)
-    devices = _place_memory(profiles, partitions, setting)
+    devices = place_memory(profiles, partitions, setting)
     return tuple(walk.measure(own, setting.ratios) for walk, own in zip(setting.walks, devices, strict=True))
 
 
@@ -345,12 +345,12 @@ def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting:
     """Return the setting with what is recomputed decided, where that was left to the memory of the devices."""
     if not isinstance(setting.rematerialize, Fit):
         return setting
-    devices = _place_memory(profiles, partitions, setting)
+    devices = place_memory(profiles, partitions, setting)
     room = setting.rematerialize.memory_bytes
     return replace(setting, rematerialize=fit_graphs(setting.order, devices, setting.ratios, room))
 
 
-def _place_memory(
+def place_memory(
     profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting
 ) -> list[dict[int, StageMemory]]:
     """Return what each stage holds, device by device."""

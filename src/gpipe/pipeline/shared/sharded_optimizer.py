@@ -11,7 +11,7 @@ torch deprecates; it refuses parameters with names, and sends every parameter by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class ShardedOptimizer(Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
         self.whole, self.state, self._job = whole, whole.state, job
         parameters = [parameter for group in whole.param_groups for parameter in group["params"]]
-        self._owners = _share_out(parameters, job.num_replicas)
+        sizes = [parameter.nbytes for parameter in parameters]
+        self._owners: dict[Tensor, int] = dict(zip(parameters, share_out(sizes, job.num_replicas), strict=True))
         self._buckets = [
             (replica, bucket)
             for replica in range(job.num_replicas)
@@ -126,13 +127,12 @@ class ShardedOptimizer(Optimizer):
         return sent.cpu()
 
 
-def _share_out(parameters: list[Parameter], num_replicas: int) -> dict[Tensor, int]:
+def share_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
     """Return the replica of each parameter: the largest first, each to the one that has least so far."""
-    sizes: list[int] = [0] * num_replicas
-    owners: dict[Tensor, int] = {}
-    for parameter in sorted(parameters, key=lambda one: one.nbytes, reverse=True):
-        owners[parameter] = sizes.index(min(sizes))
-        sizes[owners[parameter]] += parameter.nbytes
+    shares, owners = [0] * num_replicas, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        owners[place] = shares.index(min(shares))
+        shares[owners[place]] += sizes[place]
     return owners
 
 
