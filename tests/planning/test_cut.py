@@ -154,6 +154,26 @@ def test_the_limit_is_one_of_the_peak_and_the_best_cut_within_it_is_taken(
         assert largest[0] == pytest.approx(min(largest))
 
 
+def test_cuts_that_exceed_the_limit_are_not_among_those_that_may_be_simulated() -> None:
+    """Of the 220 cuts more exceed it, with better bounds, than may be simulated."""
+    sizes = [23, 4, 10, 32, 2, 1, 21, 4, 28, 14, 10, 12, 27]
+    kept = [74, 94, 46, 82, 32, 30, 10, 46, 18, 58, 46, 84, 50]
+    flops = [35, 41, 2, 4, 3, 42, 53, 43, 58, 28, 20, 22, 1]
+    rows = zip(sizes, kept, flops, strict=True)
+    profiles = [*(layer(100 * size, 10 * graph, 10 * work) for size, graph, work in rows), LOSS]
+    setting = Setting(4, 96, Rematerialize.NEVER)
+    every = list(all_cuts(len(sizes), 4))
+    limit = min(peak(profiles, other, setting) for other in every) * 105 // 100
+    slow = Speed(10.0, 10.0, 1e4, 1e3, 5.0, hop_seconds=2.0, task_seconds=1.0)
+    found = Cutter("seconds", "step", slow, memory_limit_bytes=limit)(profiles, setting)
+    seconds = {
+        tuple(other): plan_step(profiles, slow.seconds(profiles), other, setting, slow).step_seconds
+        for other in every
+        if peak(profiles, other, setting) <= limit
+    }
+    assert seconds[tuple(found)] == min(seconds.values())
+
+
 def test_a_limit_that_no_cut_is_within_is_refused_with_what_is_needed() -> None:
     profiles = [layer(4_000), layer(4_000), LOSS]
     for partition_by, given_cut in (("seconds", None), ("flops", None), ("memory", None), ("seconds", [1, 1])):

@@ -2,8 +2,9 @@
 
 The shortest step is searched for. Every cut has a bound that its step cannot beat: the work of a device, after the
 first micro-batch has reached it and before the last gradient has left the first stage. Cuts are simulated in the order
-of their bounds until the next bound is no better than the best step. That is exact where all cuts can be listed; larger
-models start from equal stages and move one boundary at a time.
+of their bounds until the next bound is no better than the best step; those that exceed the memory limit are left out.
+That is exact where all cuts can be listed and few enough have to be simulated. Larger models start from equal stages
+and move one boundary at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from math import comb
 from typing import TypeAlias
@@ -28,6 +30,7 @@ _OBJECTIVES = ("step", "max", "variance")
 _MOST_CUTS = 20_000  # that are listed
 _MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
 _Score: TypeAlias = tuple[float, ...]
+_Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of each stage the first layer, and the one after it
 
 
 class NoCutFits(ValueError):
@@ -97,19 +100,21 @@ class Cutter:
         if not fits and setting.stages_per_device == 1:
             start = partition_by_memory(profiles, setting)
             self._check(profiles, setting, start)
+        limit = self.memory_limit_bytes
+        may_fit = None if limit is None else partial(_Peaks(profiles, setting.leanest).are_within, limit)
 
         def step(partitions: Sequence[int]) -> _Score | None:
             plan = plan_step(profiles, seconds, partitions, setting, self.speed)
-            limit = self.memory_limit_bytes
             return None if limit is not None and plan.peak_bytes > limit else (plan.step_seconds,)
 
         def spread(partitions: Sequence[int]) -> _Score | None:
             return _spread(partitions, costs, objective) if self._fits(profiles, setting, partitions) else None
 
+        tries = _num_tries(setting)
         if simulates:
-            found = _search(start, _StepBound(profiles, seconds, setting, self.speed), step, _num_tries(setting))
+            found = _search(start, _StepBound(profiles, seconds, setting, self.speed), step, tries, may_fit)
         else:
-            found = _search(start, lambda cut: _spread(cut, costs, objective), spread, _num_tries(setting))
+            found = _search(start, lambda cut: _spread(cut, costs, objective), spread, tries, may_fit)
         self._check(profiles, setting, found)
         return found
 
@@ -159,7 +164,7 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
     setting = setting.leanest
     even = [(stage + 1) * num_layers // num_stages - stage * num_layers // num_stages for stage in range(num_stages)]
     most = _peak_bytes(profiles, even, setting)
-    peak = _StagePeaks(profiles, setting)
+    peak = _Peaks(profiles, setting)
     # Of the cuts of the first layers into the stages so far, by where they end, the best: its peak, its stages' ends.
     reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(num_stages):
@@ -171,7 +176,7 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
                     break  # a longer stage needs as much, and more
                 if peak.least(end, num_layers) > after * most or (after == 0 and end < num_layers):
                     continue  # more than is left for the stages after it
-                found = max(peak_before, peak(stage, start, end))
+                found = max(peak_before, peak(stage, ((start, end),)))
                 if found <= most and (end not in longer or found < longer[end][0]):
                     longer[end] = found, (*ends, end)
         reached = longer
@@ -179,8 +184,8 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
     return [end - start for start, end in pairwise([0, *ends])]
 
 
-class _StagePeaks:
-    """The peak memory of a device by the layers of its stage; each is computed once, also for stages with equal tasks.
+class _Peaks:
+    """The peak memory of a device by the layers of its stages; each is computed once, also for equal tasks of others.
 
     A longer stage may need less: what travels between layers differs, as in a U-Net.
     """
@@ -193,23 +198,31 @@ class _StagePeaks:
         )
         self._least = list(accumulate(least, initial=0))
         kinds: dict[object, int] = {}
+        # Of the stages of each device, the first is the one with its number.
         self._kinds = [
-            kinds.setdefault((stage == 0, tuple((task.kind, task.micro_batch) for task in tasks)), len(kinds))
-            for stage, tasks in enumerate(setting.tasks)
+            kinds.setdefault((device == 0, tuple((t.kind, t.stage - device, t.micro_batch) for t in tasks)), len(kinds))
+            for device, tasks in enumerate(setting.tasks)
         ]
         self._stages: dict[tuple[int, int], StageMemory] = {}
-        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._peaks: dict[tuple[int, _Bounds], int] = {}
 
-    def __call__(self, stage: int, first: int, end: int) -> int:
-        """Return the bytes that the layers first ... end - 1 need as a stage."""
-        key = self._kinds[stage], first, end
+    def __call__(self, device: int, bounds: _Bounds) -> int:
+        """Return the bytes that a device needs, whose stages begin and end before the layers `bounds`."""
+        key = self._kinds[device], bounds
         if key not in self._peaks:
-            if (first, end) not in self._stages:
-                self._stages[first, end] = stage_memory(self._profiles, first, end)
-            stages = {stage: self._stages[first, end]}
-            walk, setting = self._setting.walks[stage], self._setting
-            self._peaks[key] = walk.measure(stages, setting.ratios).peak_bytes
+            for one in bounds:
+                if one not in self._stages:
+                    self._stages[one] = stage_memory(self._profiles, *one)
+            walk = self._setting.walks[device]
+            stages = {stage: self._stages[one] for stage, one in zip(walk.stages, bounds, strict=True)}
+            self._peaks[key] = walk.measure(stages, self._setting.ratios).peak_bytes
         return self._peaks[key]
+
+    def are_within(self, limit: int, partitions: Sequence[int]) -> bool:
+        """Return whether no device of a cut needs more."""
+        bounds = list(pairwise(accumulate(partitions, initial=0)))
+        walks = enumerate(self._setting.walks)
+        return all(self(device, tuple(bounds[stage] for stage in walk.stages)) <= limit for device, walk in walks)
 
     def least(self, first: int, end: int) -> int:
         """Return bytes that they need in any case: parameters, what the optimiser keeps, the graph of a micro-batch."""
@@ -226,6 +239,7 @@ def _search(
     bound: Callable[[Sequence[int]], _Score],
     score: Callable[[Sequence[int]], _Score | None],
     num_tries: int,
+    may_fit: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[int]:
     """Return the cut with the lowest score, `start` where none is better.
 
@@ -234,6 +248,7 @@ def _search(
         bound: what the score of a cut cannot be below.
         score: of a cut; None where it must not be taken.
         num_tries: how many cuts are scored at most.
+        may_fit: whether a cut has to be scored, found in much less time; None scores all.
     """
     best, found = list(start), score(start)
     tries = iter(range(num_tries))
@@ -242,7 +257,11 @@ def _search(
         """Yield each candidate that beats all before it."""
         nonlocal best, found
         for limit, candidate in sorted((bound(candidate), candidate) for candidate in candidates):
-            if (found is not None and limit >= found) or next(tries, None) is None:
+            if found is not None and limit >= found:
+                return
+            if may_fit is not None and not may_fit(candidate):
+                continue
+            if next(tries, None) is None:
                 return
             if (tried := score(candidate)) is not None and (found is None or tried < found):
                 best, found = candidate, tried
