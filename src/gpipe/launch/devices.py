@@ -49,6 +49,11 @@ def own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
+def count_threads(num_threads: int | None, num_processes: int) -> int:
+    """Return the threads of each of this host's processes; None divides its cores among them."""
+    return num_threads or max(1, len(own_cores()) // num_processes)
+
+
 def pin(num_threads: int, local_rank: int) -> None:
     """Confine this thread, and those that it starts, to `num_threads` cores; neighbours get neighbouring cores.
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gpipe._compat.torch_launch import default_store
 from gpipe.launch import BEGAN, garbage_collection, stops
 from gpipe.launch.agent import Agent, End, choose_start_method
-from gpipe.launch.devices import is_adopted, own_cores, pin
+from gpipe.launch.devices import count_threads, is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, forget_errors, report_errors
 from gpipe.launch.rendezvous import choose_interface, join_store
 from gpipe.launch.scratch import scratch_folder
@@ -354,8 +354,7 @@ def _make_single_place(processes: Processes) -> Place:
 
 
 def _set_threads(processes: Processes) -> None:
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_threads = processes.num_threads or max(1, len(own_cores()) // num_local)
+    num_threads = count_threads(processes.num_threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # Not beside a GPU, where the processes that decode images would have to share the single core.
     if processes.pin_cores and _device_type(processes.device) == "cpu":
         # Threads that start from here on stay on the same cores.

@@ -42,6 +42,6 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
     settled = settle_precision(run, accelerator)
     planned = Speed.of(accelerator, precision_of(settled)).seconds(training_profiler(settled)(size))
     found = Calibration(describe_origin(run, accelerator), size, measured, planned, task_seconds)
-    path = find_path(run, accelerator)
+    path = find_path(found.origin)
     found.write(path)
     print(f"The seconds of {len(measured) - 1} layers and the loss, with micro-batches of {size}, are in {path}.")

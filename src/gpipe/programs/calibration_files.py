@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gpipe.config import RunConfig, to_plain
+from gpipe.launch.devices import count_threads
 from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.accelerator import Accelerator
 from gpipe.planning.calibration import Calibration
@@ -26,31 +29,45 @@ def find_calibration(run: RunConfig, accelerator: Accelerator) -> Calibration | 
     Raises:
         ValueError: its file is damaged.
     """
-    path = find_path(run, accelerator)
+    origin = describe_origin(run, accelerator)
+    path = find_path(origin)
     if not path.exists():
         return None
     found = Calibration.read(path)
-    return found if found.origin == describe_origin(run, accelerator) else None
+    return found if found.origin == origin else None
 
 
-def find_path(run: RunConfig, accelerator: Accelerator) -> Path:
-    """Return where the calibration of a run's layers is."""
-    origin = json.dumps(describe_origin(run, accelerator), sort_keys=True)
-    return FOLDER / f"{run.model.family}-{hashlib.sha256(origin.encode()).hexdigest()[:12]}.json"
+def find_path(origin: dict[str, Any]) -> Path:
+    """Return where the calibration of an origin is."""
+    return FOLDER / f"{origin['model']['family']}-{_digest(origin)[:12]}.json"
 
 
 def describe_origin(run: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
     """Return of what, and on what, seconds are: plans of the same origin use them."""
-    workload = workload_of(run)
+    workload, settled = workload_of(run), settle_precision(run, accelerator)
+    tensors = {name: [*tensor.shape, str(tensor.dtype)] for name, tensor in workload.layers().state_dict().items()}
     example = *Payload.of(workload.inputs(2)).tensors, *Payload.of(workload.targets(2)).tensors
     origin = {
         "model": to_plain(run)["model"],
+        "tensors": _digest(tensors),  # the data too decide their sizes
+        "loss": [type(workload.loss()).__name__, run.trainer.label_smoothing],
         "examples": [[*tensor.shape[1:], str(tensor.dtype)] for tensor in example],
         "device": accelerator.name,
         "torch": torch.__version__,
-        "precision": precision_of(settle_precision(run, accelerator)),
+        "precision": precision_of(settled),
+        "channels_last": settled.trainer.channels_last,
         "kernels": kernels_of(run),
     }
     if accelerator.name == "cpu":
-        origin |= {"processor": describe_hardware()["cpu"], "num_threads": run.launch.num_threads}
+        origin |= {"processor": describe_hardware()["cpu"], "num_threads": _count_threads(run)}
     return origin
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _count_threads(run: RunConfig) -> int:
+    if dist.is_initialized():  # this process is one of the run's
+        return torch.get_num_threads()
+    return count_threads(run.launch.num_threads, int(os.environ.get("LOCAL_WORLD_SIZE", run.launch.num_processes)))
