@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hydra import compose
+from torch import Tensor, nn
 
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
@@ -90,6 +91,24 @@ def test_seconds_are_measured_with_the_kernels_of_the_run(deterministic: str, pr
     layers = build_layers(run)
     measure_seconds(run, layers, "cpu", note, splits=False)
     assert found == [(deterministic == "true", precision)] * len(layers)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_seconds_are_measured_in_the_memory_format_of_the_run(
+    channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, forward = set(), nn.Conv2d.forward
+
+    def note(convolution: nn.Conv2d, images: Tensor) -> Tensor:
+        is_last = convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        if is_last != convolution.weight.is_contiguous():  # of a single channel or place both are true
+            found.add(is_last)
+        return forward(convolution, images)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", note)
+    run = run_of(f"trainer.channels_last={channels_last}", "model.num_layers=3")
+    measure_seconds(run, build_layers(run), "cpu", lambda _: None, splits=False)
+    assert found == {channels_last}
 
 
 def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:

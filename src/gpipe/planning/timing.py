@@ -143,15 +143,22 @@ class LayerTimer:
         repeats: runs that count, after one that does not.
         make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
         splits: time the two parts of a split backward too.
+        memory_format: of the layers' weights.
     """
 
     def __init__(
-        self, device: torch.device, repeats: int, make_optimizer: MakeOptimizer | None = None, *, splits: bool = False
+        self,
+        device: torch.device,
+        repeats: int,
+        make_optimizer: MakeOptimizer | None = None,
+        *,
+        splits: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
     ) -> None:
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}, expected 1 or more: time every layer at least once.")
         self._device, self._repeats, self._make_optimizer = device, repeats, make_optimizer
-        self._splits = splits
+        self._splits, self._memory_format = splits, memory_format
         self._known: dict[Hashable, tuple[LayerTiming, Payload]] = {}
 
     def time(
@@ -194,6 +201,7 @@ class LayerTimer:
         self, layer: nn.Module, index: int, inputs: Payload, given: dict[str, Tensor]
     ) -> tuple[LayerTiming, Payload]:
         real = materialize(copy.deepcopy(layer), index, 0, self._device, given).train()
+        real.to(memory_format=self._memory_format)  # type: ignore[call-overload]  # the stub lacks it
         optimizer = None if self._make_optimizer is None else self._make_optimizer(real.named_parameters())
         try:
             return self._time(real, inputs, optimizer, converted_batch_norms([real]))

@@ -100,9 +100,11 @@ def measure_seconds(
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
-    settled = settle_precision(run, detect_accelerator(device_type))
-    with build_autocast(settled.trainer.autocast, device_type)():
-        timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
+    settled = settle_precision(run, detect_accelerator(device_type)).trainer
+    memory_format = torch.channels_last if settled.channels_last else torch.preserve_format
+    with build_autocast(settled.autocast, device_type)():
+        timer = LayerTimer(device, _TIMED_RUNS, splits=splits, memory_format=memory_format)
+        timings = timer.time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
 
