@@ -126,13 +126,19 @@ def test_micro_batches_leave_batch_norm_its_examples() -> None:
     st.integers(1, 4),
     st.sampled_from([*Rematerialize, Fit(10**9)]),
     st.integers(1, 2),
+    st.sampled_from([{"state_ratio": 2.0}, {"shared_ratio": 2.0, "num_replicas": 2}]),
 )
 def test_no_cut_beats_the_bound(
-    flops: list[int], schedule: str, num_microbatches: int, mode: Rematerialize | Fit, num_devices: int
+    flops: list[int],
+    schedule: str,
+    num_microbatches: int,
+    mode: Rematerialize | Fit,
+    num_devices: int,
+    ratios: dict[str, Any],
 ) -> None:
     per_device = STAGES_PER_DEVICE.get(schedule, (1,))[0]
     model = planner(flops, 8)
-    setting = Setting(num_devices * per_device, num_microbatches, mode, schedule, per_device, state_ratio=2.0)
+    setting = Setting(num_devices * per_device, num_microbatches, mode, schedule, per_device, **ratios)
     profiles, seconds, setting = model.describe(setting)
     bound = bound_step(profiles, seconds, setting, SPEED)
     plans: list[Plan] = []

@@ -62,6 +62,19 @@ def test_replicas_average_their_gradients() -> None:
     assert setting.num_devices == 4
 
 
+@pytest.mark.parametrize("updates", [None, [0.5, 0.5]], ids=["planned", "measured"])
+def test_replicas_that_share_out_the_optimisers_state_send_what_each_has_updated(updates: list[float] | None) -> None:
+    profiles = [layer(4_000), LOSS]
+    slow = replace(UNIT, link_bytes_per_second=1_000.0)
+    alone, shared = (
+        plan_step(profiles, slow.seconds(profiles), [1], Setting(1, 2, num_replicas=4, **ratios), slow, updates)
+        for ratios in ({"state_ratio": 2.0}, {"state_ratio": 0.0, "shared_ratio": 2.0})
+    )
+    assert shared.memory == alone.memory, "the replica that has the only parameter keeps all of its state"
+    assert shared.step_seconds - alone.step_seconds == pytest.approx(4)
+    assert shared.update_seconds - alone.update_seconds == pytest.approx(4)
+
+
 def test_averages_travel_while_the_stages_before_work() -> None:
     profiles = [layer(), layer(4_000), LOSS]
     slow = replace(UNIT, link_bytes_per_second=1_000.0)

@@ -82,7 +82,7 @@ def _balance(
 
 
 def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed, num_devices: int) -> float:
-    """Return seconds that the update takes at least, where devices share the parameters evenly, and averaging.
+    """Return seconds that the update takes at least, where devices share the parameters evenly, and what replicas send.
 
     Where there are several devices, a device may average while others work.
     """
@@ -90,5 +90,7 @@ def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed
     kept = sum(profile.parameter_bytes + profile.buffer_bytes for profile in profiles)
     state = int(trainable * (setting.state_ratio + setting.shared_ratio / setting.num_replicas))
     updated = (kept + trainable + state) / num_devices
-    averaged = 2 * (setting.num_replicas - 1) / setting.num_replicas * trainable if num_devices == 1 else 0.0
-    return 2 * updated / speed.bytes_per_second + averaged / speed.link_bytes_per_second
+    sent = 2 * (setting.num_replicas - 1) / setting.num_replicas * trainable if num_devices == 1 else 0.0
+    if setting.ratios.num_sharers > 1:
+        sent += trainable / num_devices
+    return 2 * updated / speed.bytes_per_second + sent / speed.link_bytes_per_second

@@ -192,7 +192,8 @@ class Plan:
         timeline: the simulated tasks.
         averaging_seconds: by how much the averaging of gradients over the replicas outlasts the tasks. That of a device
             begins when its last task ends, and goes on while others work.
-        update_seconds: of the optimiser, and of the copies that autocast then makes, on the slowest device.
+        update_seconds: of the optimiser, of the exchange of what replicas update for each other, and of the copies
+            that autocast then makes, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
         auxiliary_parameters: how many of the model's only training uses.
@@ -318,6 +319,9 @@ def plan_step(
         updates = [0.0] * len(memory)
         for device, (first, end) in zip(setting.placement, bounds, strict=True):
             updates[device] += sum(layer_update_seconds[first:end])
+    if setting.ratios.num_sharers > 1:  # each parameter comes from the replica that has updated it
+        rows = zip(updates, memory, strict=True)
+        updates = [seconds + device.gradient_bytes / speed.link_bytes_per_second for seconds, device in rows]
     ends = _averaging_seconds(memory, timeline, setting, speed), sum(updates) if setting.is_sequential else max(updates)
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
     possible = (timeline.makespan_seconds + sum(ends)) * timeline.num_devices * speed.peak_flops_per_second
