@@ -1,6 +1,7 @@
 """The ledger of operations on tensors."""
 
 import torch
+from torch import nn
 
 from gpipe.planning.ledger import Ledger
 
@@ -74,5 +75,9 @@ def test_memory_that_is_only_allocated_or_not_looked_up_is_not_moved() -> None:
         table.gather(1, index)
         table.scatter_add_(1, index, torch.zeros(1000, 1))
         torch.add(table, 1, out=table[:])
-    looked_up, _, added, written = (work.bytes_moved for work in ledger.take_work())
+        nn.functional.embedding(index[:10], table)
+        table[index[:10]]
+        table.index_select(0, index[:10, 0])
+    looked_up, _, added, written, *rows = (work.bytes_moved for work in ledger.take_work())
+    assert rows == [10 * (8 + 2 * 50 * 4)] * 3
     assert (looked_up, added, written) == (1000 * (8 + 2 * 4), 1000 * (8 + 3 * 4), 2 * table.nbytes)

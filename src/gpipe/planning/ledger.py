@@ -187,6 +187,8 @@ def count_moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if func.overloadpacket in _PLACES:
         index, moved = args[2], _PLACES[func.overloadpacket]
         return int(index.nbytes + moved * index.numel() * args[0].itemsize)
+    if func.overloadpacket in _ROWS:
+        return sum(tensor.nbytes for tensor in chain(find_tensors(args[1:]), outputs, outputs))
     read = find_tensors((args, kwargs | {"out": None}))
     return sum(tensor.nbytes for tensor in chain(read, outputs))
 
@@ -206,3 +208,6 @@ _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_em
 
 # How often each place is read or written: input and output; summand, input and output.
 _PLACES: dict[Any, int] = {_aten.gather: 2, _aten.scatter_add_: 3}
+
+# They read as much of their first tensor as they return.
+_ROWS = {_aten.embedding, _aten.index, _aten.index_select}
