@@ -17,6 +17,7 @@ from gpipe.config import (
     to_yaml,
 )
 from gpipe.config.folders import job_folder
+from gpipe.programs.complete import check_run_data
 from tests.config.composition import composed, refusal_of, run_of
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,14 @@ def test_every_experiment_has_a_laptop_variant_of_the_same_kind(experiment: str)
     assert (type(laptop.model), laptop.optimizer.name) == (type(paper.model), paper.optimizer.name)
     assert laptop.launch.device.value == "cpu"
     assert laptop.pipeline.num_stages <= 2
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_laptop")])
+def test_the_command_of_a_laptop_experiment_names_its_data_or_they_come_with_the_packages(experiment: str) -> None:
+    command = re.search(r"python train\.py .*", (CONF / "experiment" / f"{experiment}.yaml").read_text())
+    assert command is not None
+    if "data.root=" not in command[0]:
+        check_run_data(run_of(f"+experiment={experiment}", *GIVEN.get(experiment, [])))
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)

@@ -131,7 +131,7 @@ def test_every_choice_in_every_experiment_replaces_its_values_and_fits_or_is_ref
 
 @pytest.mark.parametrize("group", FILES)
 def test_every_choice_alone_is_in_force_and_leaves_the_rest_as_it_is(group: str) -> None:
-    experiment = "+experiment=transfer_kornblith_laptop"  # which says something of each group
+    experiment = "+experiment=transfer_size_laptop"  # which says something of each group
     alone, files = raw_with_choices(experiment)
     for name in FILES[group]:
         in_force = alone[group] if name == files[group] else said_by(group, name)
