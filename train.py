@@ -61,9 +61,10 @@ def is_dated(job: HydraConf) -> bool:
 
 def check_settings(composed: DictConfig) -> RunConfig:
     """Return the checked settings; refuse wrong settings and missing data before torch is loaded."""
+    job = HydraConfig.get()
     if is_open(composed):
-        composed = choose_pipeline(composed, HydraConfig.get().overrides.task)
-    run = name_runs(to_run(composed))
+        composed = choose_pipeline(composed, job.overrides.task)
+    run = name_runs(to_run(composed), Path(job.sweep.dir) if job.mode is RunMode.MULTIRUN else None)
     if run.evaluate is not None:  # `main` evaluates what is no sweep
         raise ConfigError(
             f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."

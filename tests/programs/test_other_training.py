@@ -115,6 +115,19 @@ def test_the_run_that_a_folder_of_runs_means_is_in_the_settings(tmp_path: Path) 
     assert name_runs(run_of()) == run_of()
 
 
+def test_the_jobs_of_a_sweep_start_from_the_run_that_the_first_one_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = run_of(f"init_from={tmp_path / 'runs'}")
+    first = leave(tmp_path / "runs" / "first")
+    (tmp_path / "sweep").mkdir()
+    assert name_runs(named, tmp_path / "sweep").init_from == str(first)
+    newer = leave(tmp_path / "runs" / "newer")
+    assert name_runs(named).init_from == str(newer)
+    assert name_runs(named, tmp_path / "sweep").init_from == str(first)
+    assert f"is {first}, from which this sweep began, and not the newer {newer}: name" in capsys.readouterr().out
+
+
 def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> None:
     folder = leave(tmp_path / "other")
     path = folder / "checkpoints" / "step-00000002" / MANIFEST

@@ -275,6 +275,40 @@ def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
     assert re.findall(r"\[\w+\]", (tmp_path / SUMMARY_FILE).read_text()) == ["[sw]", "[tn]"]
 
 
+def test_seeds_are_averaged_where_all_other_settings_are_the_same(tmp_path: Path) -> None:
+    for seed, start in enumerate(("a", "b", "b")):
+        (folder := tmp_path / f"seed={seed}").mkdir()
+        write_outcome(folder, Outcome("done", [f"seed={seed}"], "digits"))
+        config = {"seed": seed, "init_from": start, "tracking": {"mode": f"mode {seed}"}}
+        results = {"top1": seed / 10}
+        record = make_record(kind="measured", command="", experiment="", config=config, seed=seed, results=results)
+        write_record(folder / RECORD_FILE, record)
+    summarize(tmp_path, read_jobs(tmp_path))
+    means = (tmp_path / SUMMARY_FILE).read_text().splitlines()[5:]
+    assert means == ["", "top-1 15.00% ± 7.07% (mean and deviation over 2 seeds)"]
+
+
+def test_a_table_has_the_jobs_of_its_sweep_also_those_done_before_and_names_others_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hydra = {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": str(tmp_path)}}
+    config = OmegaConf.create({"reproduction": None, "hydra": hydra})
+    for seeds in ((0, 1, 2), (0, 1)):  # then the experiment's file is edited
+        (end := SweepEnd()).on_multirun_start(config)
+        for seed in seeds:
+            (folder := tmp_path / f"seed={seed}").mkdir(exist_ok=True)
+            words = ["data=digits", f"seed={seed}"]
+            run_job(folder, words, "digits", lambda: run_of(f"seed={seed}"), Training(top1=seed / 10))  # noqa: B023
+        end.on_multirun_end(config)
+        table = (tmp_path / SUMMARY_FILE).read_text()
+        assert [line.split("|")[1].strip() for line in table.splitlines()[2 : 2 + len(seeds)]] == list(map(str, seeds))
+        assert f"(mean and deviation over {len(seeds)} seeds)" in table
+        for path in tmp_path.glob(f"*/{OUTCOME_FILE}"):
+            os.utime(path, (0, 0))  # long ago
+    assert table.splitlines()[-1] == "left out, because this sweep did not do them: seed=2"
+    assert capsys.readouterr().out.count("done before: ") == 2
+
+
 def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
     jobs: list[SweepJob] = read_jobs(tmp_path)
     summarize(tmp_path, jobs)
@@ -282,7 +316,8 @@ def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
 
 
 def test_a_reproduction_that_is_not_here_is_refused_before_the_first_job(tmp_path: Path) -> None:
-    config = OmegaConf.create({"reproduction": "claim", "hydra": {"runtime": {"cwd": str(tmp_path)}}})
+    hydra = {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": str(tmp_path / "sweep")}}
+    config = OmegaConf.create({"reproduction": "claim", "hydra": hydra})
     with pytest.raises(SystemExit, match=r"reproduction is claim, but there is no .*runs\.jsonl: start train"):
         SweepEnd().on_multirun_start(config)
     SweepEnd().on_multirun_start(OmegaConf.merge(config, {"reproduction": None}))

@@ -47,11 +47,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """The outcome and the folder of a job, and its record if it is done."""
+    """The outcome and the folder of a job, its record if it is done, and when its outcome was written."""
 
     outcome: Outcome
     folder: Path
     record: Record | None
+    written: float
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -70,7 +71,8 @@ def read_jobs(folder: Path) -> list[SweepJob]:
         outcome = _read_outcome(path)
         record = path.with_name(RECORD_FILE)
         is_recorded = outcome.status == "done" and record.exists()
-        jobs.append(SweepJob(outcome, path.parent, read_job_record(record) if is_recorded else None))
+        found = read_job_record(record) if is_recorded else None
+        jobs.append(SweepJob(outcome, path.parent, found, path.stat().st_mtime))
     return sorted(jobs, key=lambda job: [_order(override) for override in job.outcome.overrides])
 
 
@@ -104,10 +106,19 @@ def _read_outcome(path: Path) -> Outcome:
         ) from None
 
 
-def summarize(folder: Path, jobs: Sequence[SweepJob]) -> None:
-    """Write the table of a sweep into the sweep's folder, and print it; a narrow terminal shows fewer figures."""
+def summarize(folder: Path, jobs: Sequence[SweepJob], others: Sequence[SweepJob] = ()) -> None:
+    """Write the table of a sweep into the sweep's folder, and print it; a narrow terminal shows fewer figures.
+
+    Args:
+        folder: the sweep's.
+        jobs: its own.
+        others: the other jobs in its folder, which are named alone.
+    """
     shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
     means = "".join(f"\n{line}\n" for line in _average_seeds(jobs))
+    if others:
+        names = ", ".join(sorted(job.folder.name for job in others))
+        means += f"\nleft out, because this sweep did not do them: {names}\n"
     table = _written(_table(jobs, shown))
     path = folder / SUMMARY_FILE
     write_flushed(path, table + means)
@@ -140,14 +151,15 @@ def describe_best(jobs: Sequence[SweepJob]) -> str:
 
 def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
     """Return a line per group of jobs that differ in their seeds alone: mean and standard deviation of each figure."""
-    groups: dict[str, list[Record]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
     for job in jobs:
         if job.record is not None:
             others = (f"{key}={value}" for key, value in _settings(job).items() if key != "seed")
-            groups.setdefault(" ".join(sorted(others)), []).append(job.record)
-    shared = set.intersection(*(set(name.split()) for name in groups)) if len(groups) > 1 else set()
+            settings = json.dumps({**job.record.settings, "seed": None}, sort_keys=True)  # files say others than words
+            groups.setdefault((" ".join(sorted(others)), settings), []).append(job.record)
+    shared = set.intersection(*(set(name.split()) for name, _ in groups)) if len(groups) > 1 else set()
     lines = []
-    for name, records in groups.items():
+    for (name, _), records in groups.items():
         parts = []
         for figure in _FIGURES[:3]:
             values = [value for record in records if (value := figure.value(record)) is not None]

@@ -8,6 +8,7 @@ A run locks its folder (gpipe.programs.folder_lock). Each session of the run loa
 (`gpipe.programs.train.train_in_process`).
 """
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from itertools import count
 from pathlib import Path
 
 from gpipe.config import ConfigError, Resume, RunConfig, read_yaml, to_plain
+from gpipe.durable_files import locked
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
 from gpipe.records import RECORD_FILE, differences, same_training
 
 CONFIG_FILE = "config.yaml"
+_STARTS_FILE = "started_from.txt"
 _OTHER_FOLDER = "choose another hydra.run.dir"
 
 
@@ -128,15 +131,35 @@ def _has_saved(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
 
 
-def name_runs(run: RunConfig) -> RunConfig:
-    """Return the settings with the run, where they name a folder of runs to start from (`find_run`)."""
+def name_runs(run: RunConfig, sweep: Path | None = None) -> RunConfig:
+    """Return the settings with the run, where they name a folder of runs to start from (`find_run`).
+
+    Args:
+        run: the settings.
+        sweep: the folder of a sweep, whose jobs all start from the run that the first one finds; None for no sweep.
+    """
     named = (run.init_from, run.trainer.resume_from)
     if named == (None, None):
         return run
+    init_from, resume_from = (None if value is None else _find_run(value, sweep) for value in named)
+    return replace(run, init_from=init_from, trainer=replace(run.trainer, resume_from=resume_from))
+
+
+def _find_run(named: str, sweep: Path | None) -> str:
+    """Return the run that a folder of runs stands for, in a sweep as it did for the first job."""
     from gpipe.checkpoint.folder import find_run  # loads torch
 
-    init_from, resume_from = (None if value is None else str(find_run(Path(value))) for value in named)
-    return replace(run, init_from=init_from, trainer=replace(run.trainer, resume_from=resume_from))
+    found = str(find_run(Path(named)))
+    if sweep is None or found == named:
+        return found
+    with locked(path := sweep / _STARTS_FILE):
+        first = dict(map(json.loads, path.read_text(encoding="utf-8").splitlines())).get(named)
+        if first is None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps([named, found])}\n")
+    if first not in (None, found):
+        print(f"{named} is {first}, from which this sweep began, and not the newer {found}: name that one to start anew")
+    return first or found
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:

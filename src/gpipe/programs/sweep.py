@@ -6,6 +6,7 @@
         outcome.json                   done, failed or not run, and why
         record.json, checkpoints/ ...  where it is done
       set_aside/                       folders of jobs whose settings have changed since
+      started_from.txt                 the runs that its jobs start from
       summary.md                       the table
 
 A job that has a record of the same settings is not run again; an unfinished one continues from its last checkpoint.
@@ -13,6 +14,7 @@ A job that has a record of the same settings is not run again; an unfinished one
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -151,12 +153,21 @@ class SweepEnd(Callback):
                 f"error: reproduction is {config.reproduction}, but there is no {runs}: start train.py in the root of "
                 "its repository, or set reproduction=null."
             )
+        folder = Path(config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:  # by the clock of the disk, which may be another host's
+            self._began = os.fstat(file.fileno()).st_mtime
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Summarise the jobs in the sweep's folder; exit with status 1 if one has failed."""
+        """Summarise the sweep's jobs; exit with status 1 if one has failed.
+
+        Each job that it did, or found done before, has written its outcome since the beginning. Other jobs in the
+        folder are of an edited experiment's earlier form, or another process does them.
+        """
         folder = Path(config.hydra.sweep.dir)
-        jobs = read_jobs(folder)
-        summarize(folder, jobs)
+        found = read_jobs(folder)
+        jobs = [job for job in found if job.written >= self._began]
+        summarize(folder, jobs, [job for job in found if job.written < self._began])
         if _is_search(config):
             print(describe_best(jobs), flush=True)
         if config.reproduction is not None:
