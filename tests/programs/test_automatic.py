@@ -107,8 +107,9 @@ def test_a_split_that_does_not_pay_is_not_chosen() -> None:
     assert run.pipeline.schedule.value in ("gpipe", "1f1b")
 
 
-def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices() -> None:
-    assert choose("launch.num_processes=2").launch.num_processes == 2
+@pytest.mark.parametrize("word", ["launch.num_processes=2", "++launch.num_processes=2", "launch={num_processes:2}"])
+def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices(word: str) -> None:
+    assert choose(word).launch.num_processes == 2
 
 
 def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:

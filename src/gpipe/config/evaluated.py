@@ -33,9 +33,7 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
     """
     plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
     plain["launch"] = _plain(composed, "launch")
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    said = [(str(part.input_line), key) for part in parsed for key in _find_keys(part.key_or_group, part.value())]
-    for word, key in said:
+    for word, key in find_said_keys(overrides):
         section = next((name for name in _SAYABLE if key == name or key.startswith(f"{name}.")), None)
         if section is None:
             if key.partition(".")[0] in _OTHERS:
@@ -70,6 +68,12 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             f"{describe_kind(gives_several)}: choose a data set of its kind."
         )
     return run
+
+
+def find_said_keys(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each word of the command line with the key that it sets, or with each key in its dict."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [(str(part.input_line), key) for part in parsed for key in _find_keys(part.key_or_group, part.value())]
 
 
 def _find_keys(key: str, value: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
+from gpipe.config.evaluated import find_said_keys
 from gpipe.launch.devices import own_cores
 from gpipe.programs.complete import check_run_data, complete
 
@@ -61,7 +62,7 @@ def choose_pipeline(
 
     Args:
         composed: by Hydra.
-        words: of the command line. A number of replicas or processes that they name is kept.
+        words: of the command line. A number of replicas or processes that they name is kept; an experiment's is not.
         find_devices: checked settings -> the devices; None finds those at hand, and checks the data of the run.
 
     Raises:
@@ -71,7 +72,7 @@ def choose_pipeline(
     known = {key: composed.pipeline[key] for key in _OPEN if not OmegaConf.is_missing(composed.pipeline, key)}
     if composed.pipeline.partitions is not None:
         known.setdefault("num_stages", len(composed.pipeline.partitions))
-    named = {word.partition("=")[0].lstrip("+") for word in words}
+    named = {key for _, key in find_said_keys(words)}
     fixed = {key: composed.launch[key] for key in ("num_replicas", "num_processes") if f"launch.{key}" in named}
     run = to_run(_fill(composed, _OPEN | _find_shape(known) | known, num_replicas=1, num_processes=1))
     if find_devices is None and not run.trainer.dry_run:

@@ -158,7 +158,7 @@ def _find_run(named: str, sweep: Path | None) -> str:
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps([named, found])}\n")
     if first not in (None, found):
-        print(f"{named} is {first}, from which this sweep began, and not the newer {found}: name that one to start anew")
+        print(f"{named} is {first}, from which this sweep began, and not the newer {found}: name that to start anew")
     return first or found
 
 
