@@ -48,6 +48,22 @@ def test_a_setting_that_holds_a_secret_is_refused_without_repeating_it(
 
 
 @pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    ("key", "default", "expected"),
+    [
+        ("seed", "4", 4),
+        ("optimizer.learning_rate", "0.5", 0.5),
+        ("optimizer.learning_rate", "1e-3", 1e-3),
+        ("ema.warm_up", "false", False),
+        ("data.root", "null", None),
+    ],
+)
+def test_the_default_of_a_variable_may_be_of_any_type(key: str, default: str, expected: object, monkeypatch) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    assert OmegaConf.select(compose("train", overrides=[f"{key}=${{oc.env:NOWHERE,{default}}}"]), key) == expected
+
+
+@pytest.mark.usefixtures("composer")
 def test_a_setting_may_read_a_harmless_variable(elsewhere: Path, monkeypatch) -> None:
     monkeypatch.setenv("DATASETS", "/data/sets")
     monkeypatch.delenv("NOWHERE", raising=False)

@@ -106,15 +106,16 @@ class _Environment:
     Launchers pickle it with the other resolvers for each job, where unpickling it guards the composition too.
     """
 
-    def __call__(self, name: str = "", default: str | None = _NOT_GIVEN) -> str | None:
+    def __call__(self, name: str = "", default: Any = _NOT_GIVEN) -> str | None:
         value = os.environ.get(name, default)
         if value is _NOT_GIVEN:
             raise ConfigError(
                 f"the environment variable {name} is not set: set it, or write ${{oc.env:{name},<value>}}."
             )
-        if is_secret(name) or (value is not None and find_secret(value) is not None):
+        text = None if value is None else str(value)  # a default may be a number, as for OmegaConf's own
+        if is_secret(name) or (text is not None and find_secret(text) is not None):
             raise ConfigError(_secret_is_read(name))
-        return value
+        return text
 
     def __reduce__(self) -> tuple[Callable[[], "_Environment"], tuple[()]]:
         return _handed_on, ()
