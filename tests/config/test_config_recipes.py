@@ -222,6 +222,17 @@ def test_with_the_examples_fixed_every_mini_batch_reads_as_many_tokens_and_is_ev
     assert steps_fixed.trainer.max_steps == 150
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 8])
+@pytest.mark.parametrize(("experiment", "num_tokens"), [("batch_size", 4096), ("batch_size_laptop", 1024)])
+def test_micro_batches_of_translation_have_as_many_tokens_with_replicas(
+    experiment: str, num_tokens: int, num_replicas: int
+) -> None:
+    words = f"+experiment={experiment}", f"launch.num_replicas={num_replicas}", "trainer.batch_size=1000000"
+    num_microbatches = run_of(*words).pipeline.num_microbatches
+    assert num_microbatches == 1_000_000 // (num_replicas * num_tokens)
+    assert num_tokens <= 1_000_000 / num_replicas / num_microbatches < 1.02 * num_tokens
+
+
 @pytest.mark.parametrize("num_images", [50, 100, 500])
 def test_transfers_with_few_images_have_mini_batches_and_as_many_steps_whatever_their_number(num_images: int) -> None:
     overrides = [f"data.max_images={num_images}", "data.validation_images=100", "init_from=null"]
