@@ -99,6 +99,11 @@ def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
     assert {part: {key: run[part][key] for key in values} for part, values in expected.items()} == expected
 
 
+@pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "model" and name.startswith("amoebanet")])
+def test_an_auxiliary_head_is_trained_with_every_amoebanet(name: str) -> None:
+    assert to_plain(run_of(f"model={name}", "model.auxiliary_head=true"))["model"]["auxiliary_weight"] == 0.4
+
+
 def test_laptop_scale_keeps_the_architecture_and_shrinks_it() -> None:
     paper, laptop = (run_of(f"+experiment=amoebanet_imagenet{suffix}") for suffix in ("", "_laptop"))
     assert to_plain(laptop)["model"]["variant"] == to_plain(paper)["model"]["variant"]

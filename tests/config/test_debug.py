@@ -7,6 +7,8 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
+from gpipe.config import to_run
+
 CONF = Path(__file__).parents[2] / "conf"
 DEBUG = sorted(path.stem for path in (CONF / "debug").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -24,6 +26,13 @@ def test_its_values_count_whatever_the_experiment_says(name: str) -> None:
     for experiment in EXPERIMENTS[:: len(DEBUG)]:
         composed = compose("train", overrides=[f"debug={name}", f"+experiment={experiment}", "init_from=null"])
         assert said(OmegaConf.to_container(composed, resolve=False), values) == values, experiment
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_it_fits_an_experiment_that_may_stop_early(name: str) -> None:
+    words = ["+experiment=transformer_multilingual_laptop"]
+    assert to_run(compose("train", overrides=words)).trainer.evaluation.patience is not None
+    to_run(compose("train", overrides=[*words, f"debug={name}"]))
 
 
 @pytest.mark.parametrize("name", DEBUG)

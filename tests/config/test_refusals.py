@@ -83,6 +83,30 @@ def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
     assert "\n" not in message.strip()
 
 
+WITHOUT_WARM_UP = ["schedule.name=inverse_square_root", "schedule.warm_up_epochs=0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["trainer.evaluation.patience=1", "trainer.evaluation.every_epochs=null"],
+            "trainer.evaluation.patience is 1, expected null where trainer.evaluation.every_epochs and every_steps are",
+        ),
+        (WITHOUT_WARM_UP, "schedule.warm_up_steps is None, expected 1 or more, or schedule.warm_up_epochs above 0, wi"),
+        ([*WITHOUT_WARM_UP, "schedule.warm_up_steps=0"], "schedule.warm_up_steps is 0, expected 1 or more, or"),
+        (
+            ["+experiment=batch_size_examples_laptop", "trainer.max_steps=null"],
+            "trainer.evaluation.every_steps: a number that it follows from is null: set that number, or this setting.",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_get_one_sentence(overrides: list[str], sentence: str) -> None:
+    message = refusal_of(*overrides)
+    assert sentence in message
+    assert "\n" not in message.strip()
+
+
 @pytest.mark.parametrize("key", ["seed", "trainer", "trainer.max_steps", "model"])
 def test_to_delete_a_setting_is_refused_in_one_sentence(key: str) -> None:
     sentence = f"~{key} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."

@@ -31,7 +31,7 @@ SHORT = (
 )  # fmt: skip
 QUICK = (*SHORT, "trainer.max_steps=2", "trainer.checkpoints.every_steps=1", "schedule.warm_up_epochs=0")
 SMALL = ("data.image_size=32", "trainer.evaluation.batch_size=100")
-UNSCORED = ("trainer.evaluation.every_epochs=null", "trainer.evaluation.every_steps=null")
+UNSCORED = tuple(f"trainer.evaluation.{setting}=null" for setting in ("every_epochs", "every_steps", "patience"))
 IMAGES, TRANSLATION = "amoebanet_imagenet_laptop", "transformer_multilingual_laptop"
 TRAINED = {IMAGES: (*QUICK, *SMALL), TRANSLATION: (*QUICK, *UNSCORED)}
 """The experiments whose runs other commands read, and how they are shortened."""

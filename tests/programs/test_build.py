@@ -87,6 +87,14 @@ def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
     assert trainer_of(tmp_path, *overrides, "optimizer.times_batch_size=false").learning_rate(0) == 0.00125
 
 
+def test_a_step_to_profile_that_training_does_not_reach_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path, "trainer.max_steps=3", "trainer.profile_step=2")
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.profile_step is 3, expected less than the 3 steps of the training"
+    ):
+        trainer_of(tmp_path, "trainer.max_steps=3", "trainer.profile_step=3")
+
+
 WARM_UP = ("schedule.warm_up_epochs=0", "schedule.warm_up_steps=100000", "trainer.num_epochs=1")
 
 

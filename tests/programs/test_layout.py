@@ -180,7 +180,10 @@ def test_all_stages_in_one_process_have_no_bubble() -> None:
     ("overrides", "said"),
     [
         (["pipeline.num_stages=10"], "pipeline.num_stages is 10, but the model has 9 layers: set it to 9 or less."),
-        (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], which covers 6 layers; give positive whole numbers"),
+        (
+            ["pipeline.partitions=[3,3]"],
+            r"^pipeline\.partitions is \[3, 3\], expected numbers whose sum is the model's 9 layers: correct them, or",
+        ),
         (["pipeline.memory_limit_bytes=100"], r"pipeline\.memory_limit_bytes is 100, but the fullest device of the"),
         (["pipeline.partition_by=measured_seconds"], r"a plan measures nothing: set pipeline\.partition_by=seconds"),
         (["pipeline.partition_by=measured_memory"], r"a plan measures nothing: set pipeline\.partition_by=memory"),
@@ -190,6 +193,15 @@ def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) ->
     run = run_of(*overrides)
     with pytest.raises(ValueError, match=said):
         plan_of(run)
+
+
+def test_batch_norm_is_not_synchronised_in_a_model_of_timm_that_has_none() -> None:
+    words = "model=timm", "data=digits", "data.image_size=32", "pipeline.synchronize_batch_norm=true"
+    plan_of(to_run(compose("train", overrides=[*words, "model.name=test_resnet"])))
+    with pytest.raises(
+        ConfigError, match=r"^pipeline\.synchronize_batch_norm is true, expected false with this model, "
+    ):
+        plan_of(to_run(compose("train", overrides=[*words, "model.name=test_vit"])))
 
 
 def test_a_mixed_run_is_planned_as_it_trains() -> None:

@@ -85,6 +85,12 @@ def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, 
     assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
 
 
+def test_hydras_own_help_is_printed(tmp_path: Path) -> None:
+    done = start(tmp_path, "--hydra-help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--cfg" in done.stdout
+
+
 @pytest.mark.usefixtures("composer")
 def test_a_model_that_cannot_be_cut_so_is_one_message_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

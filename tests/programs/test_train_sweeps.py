@@ -71,3 +71,11 @@ def test_a_search_tries_values_and_tells_the_best(tmp_path: Path) -> None:
     assert len(rates) == 2 and all(0.0003 <= rate <= 0.3 for rate in rates)
     (results,) = (tmp_path / "runs").rglob("optimization_results.yaml")
     assert "best_value: " in results.read_text()
+
+
+def test_a_search_whose_trials_all_fail_says_where_their_errors_are(tmp_path: Path) -> None:
+    search = "+search=learning_rate", "hydra.sweeper.n_trials=2", "pipeline.num_stages=10"
+    done = start(tmp_path, "-m", *JOB, *search, warnings="default")
+    assert done.returncode == 1
+    said = "no trial of the search was completed: the message of each is above, and its traceback in its folder."
+    assert done.stderr.endswith(f"error: {said}\n") and "Traceback" not in done.stderr

@@ -232,7 +232,8 @@ def _composed_and_checked(
         _refuse_deletion(override)
     self.words = overrides  # type: ignore[attr-defined]  # for _merged_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
-    refuse(composed, overrides)
+    if config_name is not None:  # else Hydra's own settings alone, for --hydra-help
+        refuse(composed, overrides)
     return composed
 
 

@@ -85,7 +85,7 @@ class PipelineConfig:
         timeout_seconds: how long a stage waits for a silent neighbour.
         synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.
         check_recomputation: end with an error that names the layer where a recomputation gives other outputs than the
-            forward.
+            forward; where nothing is recomputed, it checks nothing.
     """
 
     num_stages: int = MISSING

@@ -199,13 +199,24 @@ def _register_parts() -> None:
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("command_words", command_words, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
+    OmegaConf.register_new_resolver("quotient", quotient, replace=True)
     OmegaConf.register_new_resolver("by_size", by_size, replace=True)
     OmegaConf.register_new_resolver("gpus_of_job", gpus_of_job, replace=True)
     OmegaConf.register_new_resolver("by_name", by_name, replace=True)
     OmegaConf.register_new_resolver("statistics_weight", statistics_weight, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+
+
+def quotient(total: int | None, part: int | None) -> int:
+    """Return how many whole parts a total has, or what it is itself for a part of 0.
+
+    Raises:
+        ConfigError: one of them is null.
+    """
+    if total is None or part is None:
+        raise ConfigError("a number that it follows from is null: set that number, or this setting.")
+    return total // max(1, part)
 
 
 def by_size(size: int, values: Mapping[int, Any]) -> Any:

@@ -162,6 +162,9 @@ class ScheduleConfig:
         optional_at_least("schedule.warm_up_steps", self.warm_up_steps, 0)
         one = self.warm_up_steps is None or self.warm_up_epochs == 0
         require(one, "schedule.warm_up_epochs", self.warm_up_epochs, "0 where schedule.warm_up_steps is set")
+        rises = self.name is not Decay.inverse_square_root or self.warm_up_epochs > 0 or (self.warm_up_steps or 0) > 0
+        expected = "1 or more, or schedule.warm_up_epochs above 0, with schedule.name=inverse_square_root"
+        require(rises, "schedule.warm_up_steps", self.warm_up_steps, expected)
         require(0 < self.decay_rate <= 1, "schedule.decay_rate", self.decay_rate, "a factor in (0, 1]")
         positive("schedule.decay_epochs", self.decay_epochs)
 
@@ -238,6 +241,9 @@ class EvaluationConfig:
         at_least("trainer.evaluation.batch_size", self.batch_size, 1)
         for name in ("every_epochs", "every_steps", "max_batches", "statistics_batches", "patience"):
             optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
+        may_end = self.patience is None or (self.every_epochs, self.every_steps) != (None, None)
+        expected = "null where trainer.evaluation.every_epochs and every_steps are null"
+        require(may_end, "trainer.evaluation.patience", self.patience, expected)
 
 
 @dataclass

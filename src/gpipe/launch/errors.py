@@ -141,6 +141,8 @@ def _sentence(error: Exception) -> str:
         return f"another process did not come in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
+    if message == "No trials are completed yet.":  # Optuna's
+        return "no trial of the search was completed: the message of each is above, and its traceback in its folder."
     if "LexerNoViableAltException" in message:
         word = message.partition(": ")[2].partition("\n")[0]
         key, _, value = word.partition("=")

@@ -168,6 +168,11 @@ def build_trainer(
             statistics_loader.broken_images = train_loader.broken_images  # of the same images: each is named once
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
+    if settings.profile_step is not None and settings.profile_step >= num_steps:
+        raise ConfigError(
+            f"trainer.profile_step is {settings.profile_step}, expected less than the {num_steps} steps of "
+            "the training: lower it."
+        )
     progress = Progress(
         num_steps,
         settings.num_epochs,

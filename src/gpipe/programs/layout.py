@@ -176,6 +176,16 @@ def build_planner(
             f"pipeline.num_stages is {settings.num_stages}, but the model has {num_layers} layers: set it to "
             f"{num_layers} or less."
         )
+    if settings.partitions is not None and sum(settings.partitions) != num_layers:
+        raise ConfigError(
+            f"pipeline.partitions is {settings.partitions}, expected numbers whose sum is the model's {num_layers} "
+            "layers: correct them, or set it to null."
+        )
+    if settings.synchronize_batch_norm and not workload_of(run).has_batch_norm:
+        raise ConfigError(
+            "pipeline.synchronize_batch_norm is true, expected false with this model, which has no batch norm: set "
+            "pipeline.synchronize_batch_norm=false."
+        )
     partition_by = settings.partition_by.value.removeprefix("measured_")
     is_measured = partition_by != settings.partition_by.value
     if is_measured and settings.partitions is None and seconds is None and memory is None:
