@@ -158,7 +158,8 @@ def test_an_experiment_with_two_replicas_has_the_processes_for_them(experiment: 
     assert one.launch.num_processes == one.pipeline.num_stages
     assert two.launch.num_processes == 2 * two.pipeline.num_stages
     launched, alone = to_plain(two), to_plain(one)
-    assert {key for key in alone if launched[key] != alone[key]} == {"launch"}
+    keeps_tokens = experiment == "batch_size"  # of its micro-batches, so that M is smaller
+    assert {key for key in alone if launched[key] != alone[key]} == {"launch", *(["pipeline"] if keeps_tokens else [])}
 
 
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if not name.endswith("_laptop")])
@@ -224,7 +225,7 @@ def test_with_the_examples_fixed_every_mini_batch_reads_as_many_tokens_and_is_ev
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 @pytest.mark.parametrize(("experiment", "num_tokens"), [("batch_size", 4096), ("batch_size_laptop", 1024)])
-def test_micro_batches_of_translation_have_as_many_tokens_with_replicas(
+def test_micro_batches_of_table_5_have_as_many_tokens_with_replicas(
     experiment: str, num_tokens: int, num_replicas: int
 ) -> None:
     words = f"+experiment={experiment}", f"launch.num_replicas={num_replicas}", "trainer.batch_size=1000000"
