@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
@@ -16,6 +16,7 @@ from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.fit import Fit
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
@@ -28,14 +29,21 @@ STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 3), "zb_v": (2,)}
 LIKE = Setting(1, 1)
 
 
-def planner(flops: list[int], batch_size: int, least: int = 1) -> Planner:
-    """Return the planner of a model whose layers take so many FLOPs per example."""
+def planner(flops: list[int], batch_size: int, least: int = 1, evaluated: int = 0) -> Planner:
+    """Return the planner of a model whose layers take so many FLOPs per example.
+
+    Its metrics take `evaluated` bytes per example, of as many examples as a mini-batch has.
+    """
 
     def profiler(size: int) -> list[LayerProfile]:
         return [*[layer(parameter_bytes=100 * each, kept=40 * size, flops=each * size) for each in flops], LOSS]
 
-    accelerator = find_accelerator("h100")
-    return Planner(profiler, Cutter("seconds", "step", SPEED), batch_size, accelerator, SPEED, 0, least)
+    def evaluation_profiler(size: int) -> list[LayerProfile]:
+        return [*[layer()] * len(flops), replace(LOSS, quiet_peak_bytes=evaluated * size)]
+
+    accelerator, cut = find_accelerator("h100"), Cutter("seconds", "step", SPEED)
+    found = Planner(profiler, cut, batch_size, accelerator, SPEED, 0, least)
+    return replace(found, evaluation=EvaluationPlanner(evaluation_profiler, batch_size)) if evaluated else found
 
 
 def list_settings(num_devices: int, batch_size: int, num_layers: int) -> Iterator[Setting]:
@@ -62,6 +70,8 @@ def find_best(model: Planner, num_devices: int, room_bytes: int) -> float | None
         for inner in combinations(range(1, num_layers), setting.num_stages - 1):
             cut = [end - start for start, end in pairwise((0, *inner, num_layers))]
             plan = plan_step(profiles, seconds, cut, setting, SPEED)
+            if model.evaluation is not None:
+                plan = replace(plan, evaluation_bytes=model.evaluation.plan(cut, setting))
             if plan.peak_bytes <= room_bytes and (best is None or plan.step_seconds < best):
                 best = plan.step_seconds
     return best
@@ -73,9 +83,14 @@ def find_best(model: Planner, num_devices: int, room_bytes: int) -> float | None
     st.sampled_from([4, 6]),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([3_000, 6_000, 12_000, 10**9]),
+    st.sampled_from([0, 1_000, 3_000]),
 )
-def test_no_setting_and_no_cut_is_faster(flops: list[int], batch_size: int, num_devices: int, room_bytes: int) -> None:
-    model = planner(flops, batch_size)
+@example([1, 1, 1], 4, 1, 3_000, 1_000)  # only smaller micro-batches than the fastest leave room for an evaluation
+@example([3, 1, 2, 5], 6, 2, 6_000, 1_000)
+def test_no_setting_and_no_cut_is_faster(
+    flops: list[int], batch_size: int, num_devices: int, room_bytes: int, evaluated: int
+) -> None:
+    model = planner(flops, batch_size, evaluated=evaluated)
     found = find_fastest(model, Space(num_devices), LIKE, room_bytes, most_cuts=1)
     best = find_best(model, num_devices, room_bytes)
     if best is None:

@@ -30,6 +30,10 @@ class EvaluationPlanner:
     batch_size: int
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
 
+    def find_microbatch_size(self, setting: Setting) -> int:
+        """Return how many examples the largest micro-batch has."""
+        return microbatch_sizes(self.batch_size, setting.num_microbatches)[0]
+
     def plan(self, partitions: Sequence[int], setting: Setting) -> tuple[int, ...]:
         """Return the bytes that each device needs, with its weights, the state of the optimiser and the averages."""
         sizes = microbatch_sizes(self.batch_size, setting.num_microbatches)

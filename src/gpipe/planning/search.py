@@ -8,9 +8,8 @@ again. That is exact where a run's cut is, and where all that is left by then ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TypeAlias
 
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
@@ -18,7 +17,7 @@ from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit
-from gpipe.planning.interpolation import KnownProfiles
+from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.planner import Planner, doubled
 from gpipe.planning.step import Plan, Setting
 
@@ -119,19 +118,30 @@ def find_fastest(
         for setting in space.settings(planner.batch_size, like, room_bytes)
         if (size := planner.find_microbatch_size(setting)) is not None
     }
-    profiler = KnownProfiles(planner.profiler, estimates=True)
-    profiler.describe_ends(sizes.values())
     cut = replace(planner.cut, memory_limit_bytes=room_bytes)
-    rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"), evaluation=None)
+    estimated = replace(planner, profiler=_estimate(planner.profiler, sizes.values()), cut=cut)
+    if (evaluation := planner.evaluation) is not None:
+        evaluated = _estimate(evaluation.profiler, map(evaluation.find_microbatch_size, sizes))
+        estimated = replace(estimated, evaluation=replace(evaluation, profiler=evaluated))
+    rough = replace(estimated, cut=replace(cut, objective="max"))
     bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
-    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
-    chosen = _choose(planned, most_cuts)
-    found = _keep_best(_improve(replace(rough, cut=cut), _plan(replace(rough, cut=cut), chosen, count), planned))
-    # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.
+    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), room_bytes, count)
+    found = _plan(estimated, _choose(planned, most_cuts), room_bytes, count)
+    # Profiles were interpolated: a setting may turn out slower, or not fit.
     precise = replace(planner, cut=cut)
-    exact = (_try_plan(precise, one.setting) for one in found)
-    fitting = (plan for plan in exact if plan is not None and plan.peak_bytes <= room_bytes)
-    return sorted(islice(fitting, count), key=lambda plan: plan.step_seconds)
+    best: dict[_Shape, Plan] = {}
+    for one in _improve(estimated, found, planned, room_bytes):
+        is_shown = len(best) < count and one.shape not in best
+        if is_shown and (plan := _try_plan(precise, one.setting, room_bytes)) is not None:
+            best[one.shape] = plan
+    return sorted(best.values(), key=lambda plan: plan.step_seconds)
+
+
+def _estimate(profiler: Profiler, sizes: Iterable[int]) -> KnownProfiles:
+    """Return what describes some sizes by the smallest and the largest of them."""
+    found = KnownProfiles(profiler, estimates=True)
+    found.describe_ends(sizes)
+    return found
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,7 @@ def _find_bound(planner: Planner, setting: Setting) -> float | None:
     return bound_step(profiles, seconds, setting, planner.speed)
 
 
-def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _plan(planner: Planner, candidates: Sequence[Candidate], room_bytes: int, count: int) -> list[Candidate]:
     """Plan the candidates that may be among the best; return the best of each shape and all between, by their steps."""
     found: list[Candidate] = []
     best: dict[_Shape, float] = {}
@@ -177,7 +187,7 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list
             one.shape, math.inf
         ):
             continue
-        plan = _try_plan(planner, one.setting)
+        plan = _try_plan(planner, one.setting, room_bytes)
         if plan is None:
             continue
         found.append(replace(one, plan=plan))
@@ -185,32 +195,26 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate], room_bytes: int) -> list[Candidate]:
     """Add the plans of others that may be faster than all that were found: the rough cut knows nothing of transfers."""
     least = min((one.seconds for one in found), default=math.inf)
     known = {one.setting for one in found}
     for one in sorted(others, key=lambda one: one.bound):
         if one.bound >= least:
             break
-        if one.setting not in known and (plan := _try_plan(planner, one.setting)) is not None:
+        if one.setting not in known and (plan := _try_plan(planner, one.setting, room_bytes)) is not None:
             found.append(replace(one, plan=plan))
             least = min(least, plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _try_plan(planner: Planner, setting: Setting) -> Plan | None:
+def _try_plan(planner: Planner, setting: Setting, room_bytes: int) -> Plan | None:
+    """Return the plan of a setting; None where no cut is within the memory, or no evaluation."""
     try:
-        return planner.plan(setting)
+        plan = planner.plan(setting)
     except ValueError:  # such as no cut within the memory
         return None
-
-
-def _keep_best(planned: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first candidate of each shape."""
-    found: dict[_Shape, Candidate] = {}
-    for one in planned:
-        found.setdefault(one.shape, one)
-    return list(found.values())
+    return plan if plan.peak_bytes <= room_bytes else None
 
 
 def _choose(planned: Sequence[Candidate], most: int) -> list[Candidate]:
