@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import Cutter
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
@@ -102,6 +103,20 @@ def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
     found = replace(planner(10, batch_size=2**20), profiler=parameters_alone)
     assert found.remedies(Setting(NUM_LAYERS, 4)) == []
     assert len(sizes) == 3  # of the setting, of twice M, and of four times M, which is no better
+
+
+def test_more_micro_batches_are_named_where_an_evaluation_alone_needs_less_with_them() -> None:
+    def parameters_alone(size: int) -> list[LayerProfile]:
+        return [*[layer(parameter_bytes=1_000, kept=0, flops=size)] * NUM_LAYERS, LOSS]
+
+    def metrics(size: int) -> list[LayerProfile]:
+        return [*[layer()] * NUM_LAYERS, replace(LOSS, quiet_peak_bytes=1_000 * size)]
+
+    setting = Setting(NUM_LAYERS, 1)
+    trains = replace(planner(10_000, batch_size=64), profiler=parameters_alone)
+    found = replace(trains, evaluation=EvaluationPlanner(metrics, batch_size=64))
+    assert trains.fits(setting) and not found.fits(setting)
+    assert found.remedies(setting) == ["M = 8"]  # 8 examples, and inputs of 10 bytes
 
 
 def test_a_search_for_micro_batches_describes_the_layers_with_two_sizes() -> None:

@@ -65,8 +65,8 @@ def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
     *_, totals, _, _, last = plan(*settings).strip().splitlines()
     assert re.search(r"of activations\. An evaluation needs 0\.\d+ GiB\.$", totals)
     assert re.fullmatch(
-        r"does not fit: stage 0 needs 0\.\d+ GiB of 0\.02 GiB in an evaluation; .*, or a lower trainer\.evaluation\."
-        r"batch_size",
+        r"does not fit: stage 0 needs 0\.\d+ GiB of 0\.02 GiB in an evaluation; no larger K and no larger M fits: lower "
+        r"trainer\.evaluation\.batch_size",
         last,
     )
     assert "in an evaluation" not in plan(*settings, "trainer.evaluation.every_epochs=null").splitlines()[-1]

@@ -168,8 +168,8 @@ class Planner:
                 peak = self._find_least_peak_bytes(larger)
             except ValueError:  # such as too few examples for batch norm
                 return None
-            if 0.99 * least < peak:  # what is left are boundary inputs, of the mini-batch whatever M is
-                return None
+            if self.accelerator.memory_bytes < peak and 0.99 * least < peak:
+                return None  # what is left are boundary inputs, of the mini-batch whatever M is
             least = peak
         return None
 

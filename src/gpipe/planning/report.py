@@ -165,7 +165,7 @@ def _verdict(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> s
         return f"fits: {needs}"
     found = f"{', or '.join(remedies) or 'no larger K and no larger M'} fits"
     if max(training) <= accelerator.memory_bytes:
-        found += ", or a lower trainer.evaluation.batch_size"
+        found += f"{', or a' if remedies else ':'} lower trainer.evaluation.batch_size"
     return f"does not fit: {needs}; {found}"
 
 
