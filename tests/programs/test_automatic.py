@@ -11,8 +11,8 @@ from gpipe.config import ConfigError, RunConfig, to_run
 from gpipe.launch.processes import Place
 from gpipe.planning.accelerator import EFFICIENCY, LayerSeconds, find_accelerator
 from gpipe.planning.calibration import Calibration
-from gpipe.programs import calibration_files
-from gpipe.programs.automatic import DevicesToUse, choose_pipeline, is_open, spell_out
+from gpipe.programs import automatic, calibration_files
+from gpipe.programs.automatic import DevicesToUse, choose_pipeline, find_devices_at_hand, is_open, spell_out
 from gpipe.programs.build import build_layers
 from gpipe.programs.layout import build_planner, build_setting, share_layout
 from gpipe.records import RECORD_FILE, read_records
@@ -30,7 +30,15 @@ def devices(count: int, room_bytes: int = 2**40) -> DevicesToUse:
 def choose(*words: str, count: int = 4, room_bytes: int = 2**40) -> RunConfig:
     composed = compose("train", overrides=[*SMALL, *words])
     assert is_open(composed)
-    return to_run(choose_pipeline(composed, words, lambda _: devices(count, room_bytes)))
+    return to_run(choose_pipeline(composed, words, lambda _, named: devices(named or count, room_bytes)))
+
+
+def patch_host(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 32 * 2**30) -> None:
+    """Make this a host with 8 cores, and torchrun's variables unset."""
+    monkeypatch.setattr(automatic, "_host_bytes", lambda: num_bytes)
+    monkeypatch.setattr(automatic, "own_cores", lambda: set(range(8)))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_every_device_is_used_and_a_second_search_finds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +57,7 @@ def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.C
     choose_pipeline(
         compose("train", overrides=["+experiment=table2_transformer_lm_laptop", "pipeline=auto"]),
         (),
-        lambda _: devices(2),
+        lambda *_: devices(2),
     )
     assert "Batch norm sees" not in capsys.readouterr().out
 
@@ -103,7 +111,7 @@ def test_a_split_that_does_not_pay_is_not_chosen() -> None:
     )  # fmt: skip
     composed = compose("train", overrides=[*SMALL, *words])
     two_cores = DevicesToUse(find_accelerator("cpu"), 2, 2**34, EFFICIENCY)
-    run = to_run(choose_pipeline(composed, words, lambda _: two_cores))
+    run = to_run(choose_pipeline(composed, words, lambda *_: two_cores))
     assert run.pipeline.schedule.value in ("gpipe", "1f1b")
 
 
@@ -152,10 +160,43 @@ def test_what_does_not_divide_the_devices_is_named(words: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("named", "environment", "count", "room_gib"),
+    [
+        (None, {}, 8, 3.6),
+        (1, {}, 1, 14.4),
+        (2, {}, 2, 14.4),
+        (16, {}, 16, 1.8),
+        (None, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 8, 3.6),
+        (None, {"WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}, 32, 3.6),
+    ],
+)
+def test_the_processes_of_a_host_share_its_memory(
+    named: int | None, environment: dict[str, str], count: int, room_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 GiB and 8 cores; a process has at most 14.4 GiB, of the 16 that a processor is planned with."""
+    patch_host(monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = find_devices_at_hand(to_run(compose("train", overrides=SMALL[:-1])), named)
+    assert (found.count, round(found.room_bytes / 2**30, 2)) == (count, room_gib)
+
+
+def test_fit_on_the_command_line_fits_the_room_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 16 processes share the memory of a host, which has not enough for every graph."""
+    patch_host(monkeypatch, 16 * 7 * 2**20)
+    words = [*SMALL, "pipeline.schedule=gpipe", "pipeline.num_microbatches=4", "trainer.evaluation.every_epochs=null"]
+    words += ["launch.num_processes=16", "launch.num_replicas=16", "trainer.batch_size=512", "launch.device=cpu"]
+    words += ["trainer.dry_run=true"]
+    fit = [*words, "pipeline.rematerialize=fit"]
+    found = [to_run(choose_pipeline(compose("train", overrides=each), each)) for each in (words, fit)]
+    assert found[0].pipeline.rematerialize.value == "fit" and found[1] == found[0]
+
+
 def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:
     composed = compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", "pipeline=auto"])
     assert is_open(composed)
-    run = to_run(choose_pipeline(composed, [], lambda _: devices(2)))
+    run = to_run(choose_pipeline(composed, [], lambda *_: devices(2)))
     assert run.launch.num_processes == 2
 
 
@@ -186,7 +227,7 @@ def test_what_is_said_of_a_run_composes_to_it_whatever_the_experiment_sets(
     )
     words = [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine", *SMALL[:-1], *words]
     composed = compose("train", overrides=words)
-    run = to_run(choose_pipeline(composed, words, lambda _: devices(2)))
+    run = to_run(choose_pipeline(composed, words, lambda *_: devices(2)))
     said = spell_out(composed, run, words)
     assert "pipeline=auto" not in said
     assert to_run(compose("train", overrides=said)) == run

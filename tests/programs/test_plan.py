@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 
-from gpipe.config import register_schemas, to_run
+from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.planning.accelerator import ACCELERATORS, GIB
 from gpipe.programs import train as train_program
@@ -135,6 +135,14 @@ def test_the_pipeline_is_chosen_within_the_limits_of_the_device_at_hand_too() ->
     runs = (to_run(compose("plan", overrides=[f"device={name}", *words])) for name in ("auto", "cpu"))
     auto, cpu = map(find_devices, runs)
     assert auto == cpu and auto.room_bytes < 0.05 * GIB and auto.accelerator.link_bandwidth == 2e9
+
+
+@pytest.mark.usefixtures("plan")
+def test_processes_count_devices_and_do_not_differ_from_them() -> None:
+    plans = [to_run(compose("plan", overrides=["device=h100", *words])) for words in ([], ["num_devices=4"])]
+    assert [find_devices(plan, 4).count for plan in plans] == [4, 4]
+    with pytest.raises(ConfigError, match=r"^num_devices is 4, but launch.num_processes is 8, expected the same"):
+        find_devices(plans[1], 8)
 
 
 def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:

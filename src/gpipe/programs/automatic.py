@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -56,14 +56,17 @@ class DevicesToUse:
 
 
 def choose_pipeline(
-    composed: DictConfig, words: Sequence[str], find_devices: Callable[[RunConfig], DevicesToUse] | None = None
+    composed: DictConfig,
+    words: Sequence[str],
+    find_devices: Callable[[RunConfig, int | None], DevicesToUse] | None = None,
 ) -> DictConfig:
     """Return the settings with those of the pipeline that make the shortest planned step; print the best.
 
     Args:
         composed: by Hydra.
         words: of the command line. A number of replicas or processes that they name is kept; an experiment's is not.
-        find_devices: checked settings -> the devices; None finds those at hand, and checks the data of the run.
+        find_devices: checked settings, and the number of processes if the words name one -> the devices; None finds
+            those at hand, and checks the data of the run.
 
     Raises:
         ConfigError: a setting is wrong, or nothing fits.
@@ -87,13 +90,13 @@ def choose_pipeline(
     from gpipe.programs.layout import build_planner, build_setting
     from gpipe.programs.workloads import workload_of
 
-    devices = (find_devices or find_devices_at_hand)(run)
-    count = fixed.get("num_processes", devices.count)
+    devices = (find_devices or find_devices_at_hand)(run, fixed.get("num_processes"))
+    run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as it will be run
     calibration = find_calibration(run, devices.accelerator)
     planner = build_planner(run, devices.accelerator, efficiency=devices.efficiency, calibration=calibration)
     like = build_setting(run, devices.accelerator)
     space = Space(
-        count,
+        devices.count,
         num_stages=known.get("num_stages"),
         num_microbatches=known.get("num_microbatches"),
         schedule=known["schedule"].value if "schedule" in known else None,
@@ -108,16 +111,16 @@ def choose_pipeline(
         kept = f", with {', '.join(said)}" if said else ""
         if next(space.settings(planner.batch_size, like, devices.room_bytes), None) is None:
             raise ConfigError(
-                f"pipeline is auto{kept}, but that does not divide {count} x {devices.accelerator.name}, and the "
+                f"pipeline is auto{kept}, but that does not divide {devices.count} x {devices.accelerator.name}, and the "
                 f"{planner.batch_size} {workload_of(run).examples} of a planned mini-batch, into equal parts: change "
                 "it, or leave it to the planner."
             )
         raise ConfigError(
-            f"pipeline is auto{kept}, but nothing fits {count} x {devices.accelerator.name} with "
+            f"pipeline is auto{kept}, but nothing fits {devices.count} x {devices.accelerator.name} with "
             f"{devices.room_bytes / 2**30:.3g} GiB each: use more devices, or lower trainer.batch_size."
         )
     if os.environ.get("RANK", "0") == "0":
-        print_choices(plans, devices.accelerator, count)
+        print_choices(plans, devices.accelerator, devices.count)
         if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
             print(
                 f"Batch norm sees {plans[0].microbatch_size} examples at once with the first of these, and other "
@@ -136,7 +139,7 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
 
     Args:
         run: the settings.
-        count: how many to use; None is all.
+        count: how many to use, on all hosts; None is all.
         efficiency: the share of their peaks that they reach; None is the usual one.
     """
     from gpipe.planning.accelerator import EFFICIENCY
@@ -146,7 +149,8 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
     count = count or _count_devices(run, accelerator.name)
     room = run.pipeline.memory_limit_bytes or accelerator.room_bytes
     if accelerator.name == "cpu" and run.pipeline.memory_limit_bytes is None:
-        room = min(room, _host_bytes() * 9 // 10 // count)  # its processes share the host's memory
+        num_local = min(count, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+        room = min(room, _host_bytes() * 9 // 10 // num_local)  # its processes share the host's memory
     return DevicesToUse(accelerator, count, room, efficiency or EFFICIENCY)
 
 

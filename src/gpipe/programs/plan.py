@@ -43,20 +43,26 @@ def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
     return replace(again, calibrate=False)
 
 
-def find_devices(run: RunConfig) -> DevicesToUse:
-    """Return the devices that a plan is for."""
+def find_devices(run: RunConfig, num_processes: int | None = None) -> DevicesToUse:
+    """Return the devices that a plan is for, as many as the processes that the command line names."""
     assert isinstance(run, PlanConfig)
+    count = run.num_devices or num_processes
+    if num_processes not in (None, count):
+        raise ConfigError(
+            f"num_devices is {run.num_devices}, but launch.num_processes is {num_processes}, expected the same number "
+            "or one of the two alone: leave one out."
+        )
     accelerator = _find_accelerator(run)
     room = run.pipeline.memory_limit_bytes or accelerator.room_bytes
     if run.device == "auto":
-        found = find_devices_at_hand(run, run.num_devices, run.efficiency)
+        found = find_devices_at_hand(run, count, run.efficiency)
         return replace(found, accelerator=accelerator, room_bytes=found.room_bytes if run.memory_gib is None else room)
-    if run.num_devices is None:
+    if count is None:
         raise ConfigError(
             f"num_devices is null, expected how many {run.device} pipeline=auto may use: set num_devices=8, for "
             "example."
         )
-    return DevicesToUse(accelerator, run.num_devices, room, run.efficiency)
+    return DevicesToUse(accelerator, count, room, run.efficiency)
 
 
 def _find_accelerator(plan: PlanConfig) -> Accelerator:
