@@ -160,6 +160,63 @@ def test_what_does_not_divide_the_devices_is_named(words: list[str]) -> None:
     )
 
 
+TEXT = (
+    "model=transformer_lm_small", "model.num_layers=3", "data=random_tokens", "data.sequence_length=16",
+    "data.vocabulary_size=1000", "model.model_size=64", "trainer.batch_size=8", "tracking=disabled", "pipeline=auto",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "room_bytes", "said"),
+    [
+        pytest.param(
+            TEXT,
+            7,
+            2**40,
+            ", but 7 x v100 make 7 stages or more, and the model has 5 layers: use fewer devices, or a "
+            "trainer.batch_size that more replicas divide.",
+            id="layers",
+        ),
+        pytest.param(
+            (*SMALL, "trainer.batch_size=2", "launch.num_replicas=2"),
+            2,
+            2**40,
+            ", with launch.num_replicas=2, but the 2 images of a planned mini-batch leave batch norm fewer than 2 at "
+            "once: raise trainer.batch_size, or leave launch.num_replicas and pipeline.num_microbatches to the "
+            "planner.",
+            id="batch norm",
+        ),
+        pytest.param(
+            (*TEXT, "trainer.evaluation.batch_size=100000", "pipeline.num_microbatches=1"),
+            1,
+            2**30,
+            ", with pipeline.num_microbatches=1, but no evaluation fits 1 x v100 with 1 GiB each: lower "
+            "trainer.evaluation.batch_size, or use more devices.",
+            id="evaluation",
+        ),
+        pytest.param(
+            (*TEXT, "pipeline.partitions=[2,3]"),
+            2,
+            1024,
+            ", with pipeline.partitions=[2, 3], but nothing fits 2 x v100 with 9.54e-07 GiB each: use more devices, or "
+            "lower trainer.batch_size.",
+            id="memory",
+        ),
+    ],
+)
+def test_a_refusal_says_what_no_setting_meets(words: tuple[str, ...], count: int, room_bytes: int, said: str) -> None:
+    composed = compose("train", overrides=list(words))
+    with pytest.raises(ConfigError) as caught:
+        choose_pipeline(composed, words, lambda *_: devices(count, room_bytes))
+    assert str(caught.value) == f"pipeline is auto{said}"
+
+
+def test_what_is_no_matter_of_memory_is_said_as_without_a_search() -> None:
+    composed = compose("train", overrides=[*TEXT, "pipeline.partitions=[3,3]"])
+    with pytest.raises(ValueError, match=r"^partitions is \[3, 3\], which covers 6 layers"):
+        choose_pipeline(composed, (), lambda *_: devices(2))
+
+
 @pytest.mark.parametrize(
     ("named", "environment", "count", "room_gib"),
     [

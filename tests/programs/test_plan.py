@@ -65,8 +65,8 @@ def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
     *_, totals, _, _, last = plan(*settings).strip().splitlines()
     assert re.search(r"of activations\. An evaluation needs 0\.\d+ GiB\.$", totals)
     assert re.fullmatch(
-        r"does not fit: stage 0 needs 0\.\d+ GiB of 0\.02 GiB in an evaluation; no larger K and no larger M fits: lower "
-        r"trainer\.evaluation\.batch_size",
+        r"does not fit: stage 0 needs 0\.\d+ GiB of 0\.02 GiB in an evaluation; no larger K and no larger M "
+        r"fits: lower trainer\.evaluation\.batch_size",
         last,
     )
     assert "in an evaluation" not in plan(*settings, "trainer.evaluation.every_epochs=null").splitlines()[-1]
@@ -143,6 +143,13 @@ def test_processes_count_devices_and_do_not_differ_from_them() -> None:
     assert [find_devices(plan, 4).count for plan in plans] == [4, 4]
     with pytest.raises(ConfigError, match=r"^num_devices is 4, but launch.num_processes is 8, expected the same"):
         find_devices(plans[1], 8)
+
+
+def test_a_limit_that_no_size_fits_is_named(plan: Plan) -> None:
+    assert plan(*SMALL, "device=h100", "find=num_layers", "pipeline.memory_limit_bytes=1000") == (
+        "error: find is num_layers, but even 3 does not fit h100 with pipeline.memory_limit_bytes=1000: raise that, "
+        "pipeline.num_stages or pipeline.num_microbatches.\n"
+    )
 
 
 def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:

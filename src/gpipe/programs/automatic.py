@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ from gpipe.programs.complete import check_run_data, complete
 
 if TYPE_CHECKING:
     from gpipe.planning.accelerator import Accelerator
+    from gpipe.planning.planner import Planner
+    from gpipe.planning.search import Space
+    from gpipe.planning.step import Setting
 
 # What may be open, and a value with which all other settings can be checked.
 _OPEN: dict[str, Any] = {
@@ -73,7 +77,9 @@ def choose_pipeline(
         DataMissing: the data are missing.
     """
     known = {key: composed.pipeline[key] for key in _OPEN if not OmegaConf.is_missing(composed.pipeline, key)}
+    said = dict(known)
     if composed.pipeline.partitions is not None:
+        said["partitions"] = composed.pipeline.partitions
         known.setdefault("num_stages", len(composed.pipeline.partitions))
     named = {key for _, key in find_said_keys(words)}
     fixed = {key: composed.launch[key] for key in ("num_replicas", "num_processes") if f"launch.{key}" in named}
@@ -88,10 +94,9 @@ def choose_pipeline(
     from gpipe.programs.build import build_layers
     from gpipe.programs.calibration_files import find_calibration
     from gpipe.programs.layout import build_planner, build_setting
-    from gpipe.programs.workloads import workload_of
 
     devices = (find_devices or find_devices_at_hand)(run, fixed.get("num_processes"))
-    run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as it will be run
+    run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as it is filled in
     calibration = find_calibration(run, devices.accelerator)
     planner = build_planner(run, devices.accelerator, efficiency=devices.efficiency, calibration=calibration)
     like = build_setting(run, devices.accelerator)
@@ -106,19 +111,10 @@ def choose_pipeline(
     )
     plans = find_fastest(planner, space, like, devices.room_bytes)
     if not plans:
-        said = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items()]
-        said += [f"launch.{key}={value}" for key, value in fixed.items()]
-        kept = f", with {', '.join(said)}" if said else ""
-        if next(space.settings(planner.batch_size, like, devices.room_bytes), None) is None:
-            raise ConfigError(
-                f"pipeline is auto{kept}, but that does not divide {devices.count} x {devices.accelerator.name}, and the "
-                f"{planner.batch_size} {workload_of(run).examples} of a planned mini-batch, into equal parts: change "
-                "it, or leave it to the planner."
-            )
-        raise ConfigError(
-            f"pipeline is auto{kept}, but nothing fits {devices.count} x {devices.accelerator.name} with "
-            f"{devices.room_bytes / 2**30:.3g} GiB each: use more devices, or lower trainer.batch_size."
-        )
+        words = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in said.items()]
+        words += [f"launch.{key}={value}" for key, value in fixed.items()]
+        kept = f", with {', '.join(words)}" if words else ""
+        raise ConfigError(f"pipeline is auto{kept}, but {_explain(run, planner, space, like, devices)}.")
     if os.environ.get("RANK", "0") == "0":
         print_choices(plans, devices.accelerator, devices.count)
         if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
@@ -132,6 +128,44 @@ def choose_pipeline(
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
     values["memory_limit_bytes"] = devices.room_bytes
     return _fill(composed, values, num_replicas=best.num_replicas, num_processes=best.num_devices)
+
+
+def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devices: DevicesToUse) -> str:
+    """Return why no setting of a space can be, and what to change.
+
+    Conditions have an order, from equal parts to memory: the first that none of the settings meets is the reason.
+
+    Raises:
+        ValueError: the settings cannot be planned, for a reason of their own.
+    """
+    from gpipe.planning.cut import NoCutFits
+    from gpipe.planning.search import find_fastest
+    from gpipe.programs.workloads import workload_of
+
+    used = f"{devices.count} x {devices.accelerator.name}"
+    whole = f"the {planner.batch_size} {workload_of(run).examples} of a planned mini-batch"
+    settings = list(space.settings(planner.batch_size, like, devices.room_bytes))
+    if not settings:
+        return f"that does not divide {used}, and {whole}, into equal parts: change it, or leave it to the planner"
+    settings = [setting for setting in settings if planner.find_microbatch_size(setting) is not None]
+    if not settings:
+        return (
+            f"{whole} leave batch norm fewer than {planner.min_microbatch_size} at once: raise trainer.batch_size, or "
+            "leave launch.num_replicas and pipeline.num_microbatches to the planner"
+        )
+    num_layers = len(workload_of(run).layers())
+    if (num_stages := min(setting.num_stages for setting in settings)) > num_layers:
+        return (
+            f"{used} make {num_stages} stages or more, and the model has {num_layers} layers: use fewer devices, or a "
+            "trainer.batch_size that more replicas divide"
+        )
+    with suppress(NoCutFits):
+        planner.plan(next(setting for setting in settings if setting.num_stages <= num_layers))
+    room = f"{used} with {devices.room_bytes / 2**30:.3g} GiB each"
+    trains = replace(planner, evaluation=None)
+    if planner.evaluation is not None and find_fastest(trains, space, like, devices.room_bytes, count=1):
+        return f"no evaluation fits {room}: lower trainer.evaluation.batch_size, or use more devices"
+    return f"nothing fits {room}: use more devices, or lower trainer.batch_size"
 
 
 def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: float | None = None) -> DevicesToUse:

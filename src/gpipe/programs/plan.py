@@ -114,9 +114,11 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     begin = time.monotonic()
     size = find_largest_size(fits, start, step, _MOST)
     if size is None:
+        limit = plan.pipeline.memory_limit_bytes
+        within, remedy = ("", "") if limit is None else (f" with pipeline.memory_limit_bytes={limit}", "that, ")
         raise ConfigError(
-            f"find is {name}, but even {start} does not fit {accelerator.name}: raise pipeline.num_stages or "
-            "pipeline.num_microbatches."
+            f"find is {name}, but even {start} does not fit {accelerator.name}{within}: raise {remedy}"
+            "pipeline.num_stages or pipeline.num_microbatches."
         )
     print(f"The largest {name} that fits is {size}{'' if size < _MOST else ' or more: the search ends there'}.")
     return planners[size]
