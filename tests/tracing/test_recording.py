@@ -195,6 +195,9 @@ class Failing(nn.Module):
             "uses a tensor that it made itself, with other values for",
         ),
         (lambda _, x: torch.eye(len(x)) @ x, "uses a tensor that it made itself, with other values for each"),
+        (lambda _, x: x * (torch.ones(len(x), 1) / len(x)), "uses a tensor .*, with other values for each .* number of"),
+        (lambda _, x: torch.full((len(x),) * 2, 1 / len(x)) @ x, "uses a tensor .*, with other values for each .* num"),
+        (lambda _, x: x / torch.ones(len(x), len(x)).sum(1, keepdim=True), "uses a tensor .*, with other values for"),
         (
             lambda _, x: x * len(x) ** 2,
             r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
@@ -269,6 +272,15 @@ def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
 def test_leaves_that_are_no_submodules_are_refused(leaves: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=f"^{said}$"):
         gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3), leaves=leaves)
+
+
+def test_a_tensor_as_long_as_the_batch_may_have_one_value_for_any_number_of_examples() -> None:
+    class Halved(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * torch.full((len(x), 1), 0.5))
+
+    model, x = Halved(), torch.randn(12, 4)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
 
 
 def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:

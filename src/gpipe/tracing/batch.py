@@ -143,7 +143,7 @@ def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingErro
         return Numbering(first.dtype, shape)
     for dimension, size in enumerate(shape):
         if isinstance(size, OfBatch):
-            tensors = [tensor.narrow(dimension, 0, 1) for tensor in tensors]
-    if not torch.equal(tensors[0].expand(first.shape), first):
-        raise refuse("uses a tensor that it made itself, with other values for each example")
-    return Constant(tensors[0].clone(), shape)
+            first = first.narrow(dimension, 0, 1)
+    if not all(torch.equal(first.expand(tensor.shape), tensor) for tensor in tensors):
+        raise refuse("uses a tensor that it made itself, with other values for each example or another number of them")
+    return Constant(first.clone(), shape)
