@@ -51,10 +51,22 @@ def unpack(x: Tensor) -> Tensor:
     return x.sum(1) / time
 
 
+def fill(x: Tensor) -> Tensor:
+    shape = x.shape
+    return x.view(shape[0], -1, 4) + torch.zeros(shape)
+
+
+def count(x: Tensor) -> Tensor:
+    shape = x.shape
+    return x * (len(shape) + shape.count(8))
+
+
 @pytest.mark.parametrize(
     "read",
     [
         unpack,
+        fill,
+        count,
         lambda x: x.sum(1) / x.shape[1],
         lambda x: x.sum(1) / x.size(1),
         lambda x: x.sum(1) / x.size()[-2],
@@ -67,6 +79,8 @@ def unpack(x: Tensor) -> Tensor:
         lambda x: x.sum(1) if x.shape[1:] == (8, 4) else x.mean(1),
         lambda x: x.sum(1) if torch.Size((8, 4)) == x[0].shape else x.mean(1),
         lambda x: x.view(x.shape),
+        lambda x: x + torch.zeros((1,) + x.shape)[0],  # noqa: RUF005
+        lambda x: x * torch.tensor(x.shape[1:]).sum(),
         lambda x: (x.flatten(0, 1) / x.flatten(0, 1).shape[0]).view(x.shape[0], -1, 4),
         lambda x: x.sum(1) / x.numel(),
     ],

@@ -8,27 +8,50 @@ from typing import Any
 import torch
 
 
-class TracedShape(tuple[int, ...]):  # noqa: SLOT001 - a tuple of any length has no slots
+class _Size:
+    """A size as C++ gets it, which reads the items of a tuple past its methods."""
+
+    shape: TracedShape
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __index__(self) -> int:
+        self.shape.whole()
+        return self.size
+
+    def __eq__(self, other: object) -> bool:
+        return self.__index__() == other
+
+
+class TracedShape(tuple[Any, ...]):  # noqa: SLOT001 - a tuple of any length has no slots
     """A shape in the code of a model. What the code does with its sizes is recorded with these numbers.
 
     `x.shape[0]` reads one size, and `len(x.shape)` and a text for people none. Whatever else is done with a shape may
-    read all: it is unpacked, compared, or given to C++, which nobody sees.
+    read all: it is unpacked, compared, or given to C++.
     """
+
+    def __new__(cls, sizes: torch.Size) -> TracedShape:
+        """Hold the sizes as items that note who reads them."""
+        return super().__new__(cls, map(_Size, sizes))
 
     def __init__(self, _: torch.Size) -> None:
         self._indexed: dict[int, int] = {}  # sizes by position
         self._is_read_whole = False
-        self._is_looked_at = False  # without a size
+        for size in tuple.__iter__(self):
+            size.shape = self
 
     def sizes_read(self) -> tuple[int, ...]:
         """Return the sizes that were read."""
-        is_whole = self._is_read_whole or not (self._indexed or self._is_looked_at)
-        return tuple(self.whole()) if is_whole else tuple(self._indexed.values())
+        return tuple(self.whole()) if self._is_read_whole else tuple(self._indexed.values())
 
     def whole(self) -> torch.Size:
         """Return the plain shape, to be read."""
         self._is_read_whole = True
-        return torch.Size(tuple.__iter__(self))
+        return self._plain()
+
+    def _plain(self) -> torch.Size:
+        return torch.Size(size.size for size in tuple.__iter__(self))
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -37,19 +60,12 @@ class TracedShape(tuple[int, ...]):  # noqa: SLOT001 - a tuple of any length has
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, int):
             return self.whole()[key]
-        size = tuple.__getitem__(self, key)
-        self._indexed[key % tuple.__len__(self)] = size
+        size = tuple.__getitem__(self, key).size
+        self._indexed[key % len(self)] = size
         return size
 
-    def __len__(self) -> int:
-        self._is_looked_at = True
-        return tuple.__len__(self)
-
     def __repr__(self) -> str:
-        self._is_looked_at = True
-        return repr(torch.Size(tuple.__iter__(self)))
-
-    __hash__ = tuple.__hash__
+        return repr(self._plain())
 
 
 def _read_whole(name: str) -> Callable[..., Any]:
@@ -69,6 +85,12 @@ for _name in (
     "__ge__",
     "__contains__",
     "__add__",
+    "__radd__",
     "__mul__",
+    "__rmul__",
+    "__hash__",
+    "__reduce_ex__",
+    "count",
+    "index",
 ):
     setattr(TracedShape, _name, _read_whole(_name))
