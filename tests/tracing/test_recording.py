@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import re
 from collections import OrderedDict
@@ -40,12 +41,12 @@ class Decides(nn.Module):
 class Inner(nn.Module):
     """Decides too, and can be one operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_training: Callable[[nn.Module], bool] = operator.attrgetter("training")) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear, self.is_training = nn.Linear(3, 3), is_training
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * (1 if self.training else 2)
+        return self.linear(x) * (1 if self.is_training(self) else 2)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,19 @@ def test_a_model_of_torch_that_decides_is_refused_with_torchs_line() -> None:
         gpipe.as_layers(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 3, 8))
 
 
-def test_a_submodule_that_decides_is_one_operation_of_itself() -> None:
-    layers = gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3))
+@pytest.mark.parametrize(
+    "is_training",
+    [
+        operator.attrgetter("training"),
+        lambda module: operator.eq(module.training, True),
+        lambda module: operator.ne(module.training, False),
+    ],
+)
+def test_a_submodule_that_decides_is_one_operation_of_itself(is_training: Callable[[nn.Module], bool]) -> None:
+    model, x = Decides("nowhere"), torch.randn(4, 3)
+    model.inner = Inner(is_training)
+    layers = gpipe.as_layers(nn.Sequential(model, nn.Linear(3, 3)), torch.zeros(2, 3))
     assert layers.leaves == ["Inner"]
-    x = torch.randn(4, 3)
     layers.train()
     before = layers(x)
     assert not torch.equal(layers.eval()(x), before)
@@ -195,13 +205,17 @@ class Failing(nn.Module):
             "uses a tensor that it made itself, with other values for",
         ),
         (lambda _, x: torch.eye(len(x)) @ x, "uses a tensor that it made itself, with other values for each"),
-        (lambda _, x: x * (torch.ones(len(x), 1) / len(x)), "uses a tensor .*, with other values for each .* number of"),
+        (
+            lambda _, x: x * (torch.ones(len(x), 1) / len(x)),
+            "uses a tensor .*, with other values for each .* number of",
+        ),
         (lambda _, x: torch.full((len(x),) * 2, 1 / len(x)) @ x, "uses a tensor .*, with other values for each .* num"),
         (lambda _, x: x / torch.ones(len(x), len(x)).sum(1, keepdim=True), "uses a tensor .*, with other values for"),
         (
             lambda _, x: x * len(x) ** 2,
             r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
         ),
+        (lambda _, x: torch.from_dlpack(x), "RuntimeError: .*; check the shapes and types of the example"),
         (lambda _, x: x.relu() if len(x) % 2 else x, "runs other operations for another number of examples; name"),
     ],
 )
@@ -538,7 +552,7 @@ class Choosing(Parts):
         if isinstance(hidden, tuple):
             hidden = hidden[0]
         found = self.b(hidden[-1])
-        return self.c(found) if isinstance(found, Tensor) else found[-1]
+        return self.c(found) if isinstance(found, Tensor) and torch.is_tensor(found) else found[-1]
 
 
 def test_isinstance_sees_what_is_traced() -> None:
@@ -547,6 +561,17 @@ def test_isinstance_sees_what_is_traced() -> None:
     layers = gpipe.as_layers(model, x[:2])
     assert torch.equal(layers(x), model(x))
     assert isinstance is __builtins__["isinstance"] and not isinstance(x, tuple)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}])
+def test_a_conversion_by_torch_is_an_operation(options: dict[str, Any]) -> None:
+    class Converts(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.as_tensor(self.a(x), **options).float())
+
+    model, x = Converts(), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert len(layers) > 1 and torch.equal(layers(x), model(x))
 
 
 class Filling(Parts):

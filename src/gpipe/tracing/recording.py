@@ -32,6 +32,11 @@ class TracedMode:
     def __bool__(self) -> bool:
         return self.tracer.decide()
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 _CONTEXT_QUERIES = (
     "is_grad_enabled",
@@ -44,6 +49,37 @@ _CONTEXT_QUERIES = (
     "get_autocast_gpu_dtype",
 )
 """Functions of torch that say in which contexts code runs: a pipeline runs its layers in others than the recording."""
+
+_CONVERSIONS = "tensor", "as_tensor", "asarray"
+"""Functions of torch that take the memory or the items of what they are given, unless it is a tensor."""
+
+
+def _replace_functions(tracer: Tracer) -> dict[str, Callable[..., Any]]:
+    """Return functions in place of some of torch's, by name, that know what is traced."""
+
+    def ask(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            # Torch's own code asks too, and chooses between ways to compute the same.
+            if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
+                raise Undecided(f"asks torch.{name}, which depends on who runs it")
+            return function(*args, **kwargs)
+
+        return asked
+
+    def convert(function: Callable[..., Any]) -> Callable[..., Any]:
+        def converted(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(data) is TracedTensor:
+                return tracer.create_proxy("call_function", function, (data, *args), kwargs)
+            return function(data.whole() if type(data) is TracedShape else data, *args, **kwargs)
+
+        return converted
+
+    def is_tensor(value: Any) -> bool:
+        is_traced = type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename)
+        return isinstance(value.value if is_traced else value, Tensor)
+
+    found = {name: ask(name, getattr(torch, name)) for name in _CONTEXT_QUERIES}
+    return found | {name: convert(getattr(torch, name)) for name in _CONVERSIONS} | {"is_tensor": is_tensor}
 
 
 @contextmanager
@@ -70,18 +106,10 @@ def refusing(tracer: Tracer) -> Iterator[None]:
             raise Undecided("enters torch.autocast, which its layers would not")
         return enter(context)  # type: ignore[no-untyped-call]
 
-    def ask_traced(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            # Torch's own code asks too, and chooses between ways to compute the same.
-            if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise Undecided(f"asks torch.{name}, which depends on who runs it")
-            return ask(*args, **kwargs)
-
-        return asked
-
-    asking = {name: getattr(torch, name) for name in _CONTEXT_QUERIES}
-    for name, ask in asking.items():
-        setattr(torch, name, ask_traced(name, ask))
+    replaced = _replace_functions(tracer)
+    own = {name: getattr(torch, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(torch, name, function)
     torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
     torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
     builtins.isinstance = check_traced
@@ -89,8 +117,8 @@ def refusing(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         builtins.isinstance = check
-        for name, ask in asking.items():
-            setattr(torch, name, ask)
+        for name, function in own.items():
+            setattr(torch, name, function)
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 

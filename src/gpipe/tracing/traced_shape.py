@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -23,6 +23,8 @@ class _Size:
     def __eq__(self, other: object) -> bool:
         return self.__index__() == other
 
+    __hash__ = None  # type: ignore[assignment]
+
 
 class TracedShape(tuple[Any, ...]):  # noqa: SLOT001 - a tuple of any length has no slots
     """A shape in the code of a model. What the code does with its sizes is recorded with these numbers.
@@ -31,7 +33,7 @@ class TracedShape(tuple[Any, ...]):  # noqa: SLOT001 - a tuple of any length has
     read all: it is unpacked, compared, or given to C++.
     """
 
-    def __new__(cls, sizes: torch.Size) -> TracedShape:
+    def __new__(cls, sizes: torch.Size) -> Self:
         """Hold the sizes as items that note who reads them."""
         return super().__new__(cls, map(_Size, sizes))
 

@@ -25,6 +25,8 @@ class TracedTensor(fx.Proxy):
     tracer: Tracer
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that is not there
+            raise AttributeError(name)
         if name in _OF_GRAPH:
             raise Undecided(f"asks for {name} of a tensor, which depends on who runs it")
         if isinstance(self.value, dict) and name in ("keys", "values", "items"):
@@ -87,7 +89,7 @@ def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, A
     return method
 
 
-_NAMES = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow")
+_NAMES = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ilshift", "irshift", "ifloordiv", "imod", "ipow")
 IN_PLACE = {getattr(operator, name) for name in _NAMES}
 for _name in _NAMES:
     setattr(TracedTensor, f"__{_name}__", _in_place(getattr(operator, _name)))
