@@ -6,7 +6,7 @@ import copy
 import operator
 import random
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,158 @@ def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> N
     for _ in range(2):
         assert torch.equal(layers(x), plain(x))
     assert torch.equal(model[0].seen, plain[0].seen)
+
+
+class Keeps(nn.Module):
+    """Puts what it computed where a loss may find it."""
+
+    def __init__(self, attribute: Any, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.kept, self.keep = nn.Linear(3, 3), attribute, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.keep(self, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("attribute", "keep"),
+    [
+        ([], lambda self, x: self.kept.append(x)),
+        (deque(maxlen=1), lambda self, x: self.kept.append(x)),
+        ({}, lambda self, x: self.kept.update(x=x)),
+        (set(), lambda self, x: self.kept.add(x)),
+        ({"x": []}, lambda self, x: self.kept["x"].append(x)),
+        (None, lambda self, x: setattr(self, "kept", (x, x))),
+    ],
+)
+def test_what_keeps_what_it_computed_in_a_nest_is_one_operation_or_refused(
+    attribute: Any, keep: Callable[[Any, Tensor], Any]
+) -> None:
+    model, before = Keeps(attribute, keep), copy.deepcopy(attribute)
+    with pytest.raises(
+        TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a layer"
+    ):
+        gpipe.as_layers(model, torch.zeros(2, 3))
+    layers = gpipe.as_layers(nn.Sequential(model, nn.Linear(3, 3)), torch.zeros(2, 3))
+    assert layers.leaves == ["Keeps"] and model.kept == before
+    layers(torch.ones(4, 3))
+    assert model.kept != before
+
+
+class Mixture(nn.Module):
+    """Clears a list that its submodules share and append to, and may use up what is in it."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__()
+        self.kept, self.uses = list[Tensor](), uses
+        self.parts = nn.ModuleList(Keeps(self.kept, lambda self, x: self.kept.append(x)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        for part in self.parts:
+            x = part(x)
+        while self.uses and self.kept:
+            x = x + self.kept.pop()
+        return x
+
+
+def test_a_list_that_submodules_share_is_seen_where_it_is_used_up_and_refused_where_something_is_left() -> None:
+    model, x = Mixture(uses=True), torch.randn(5, 3)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+    with pytest.raises(TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a"):
+        gpipe.as_layers(Mixture(uses=False), x)
+
+
+def test_a_tensor_that_a_submodule_of_one_operation_left_in_an_attribute_is_no_constant() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Remembers("attribute")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) + self.part.last
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Looks()), torch.randn(5, 3)
+    layers, plain = gpipe.as_layers(model, x[:2]), copy.deepcopy(model)
+    assert layers.leaves == ["Looks", "Remembers"] and torch.equal(layers(x), plain(x))
+    with pytest.raises(TracingError, match=r"py, line \d+: uses what a submodule that is one operation has left in an"):
+        gpipe.as_layers(Looks(), x)
+
+
+class Parts(nn.Module):
+    """Three linear layers, for the models below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+
+class Negated(torch.autograd.Function):
+    """Reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reversal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Negated.apply(x)  # type: ignore[no-any-return]
+
+
+class Catching(Parts):
+    """Does something else where it fails."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.run = Reversal(), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        try:
+            y = self.run(self, y)
+        except:  # noqa: E722 - as models do
+            return self.b(y)
+        return self.c(y)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda _, x: x * float(x.detach().mean()), "uses the number of a tensor as an integer"),
+        (lambda _, x: x * x.mean().item(), "DataDependentOutputException: .*"),
+        (lambda _, x: x * 2 if x.max() > 0 else x, "decides by the numbers of a tensor"),
+        (lambda _, x: x[x > 0].sum() * x, "DynamicOutputShapeException: .*"),
+        (
+            lambda _, x: x * 2 if x.requires_grad else x,
+            "asks for requires_grad of a tensor, which depends on who runs it",
+        ),
+        (
+            lambda _, x: Negated.apply(x),
+            r"calls Negated\.apply, whose own backward would be lost; call it in a submodule",
+        ),
+    ],
+)
+def test_code_that_catches_a_refusal_is_refused_with_its_line_or_one_operation(
+    run: Callable[[Any, Tensor], Any], said: str
+) -> None:
+    place = f"{__file__}, line {run.__code__.co_firstlineno}"
+    with pytest.raises(TracingError, match=f"^Catching cannot be cut into layers: {re.escape(place)}: {said}; "):
+        gpipe.as_layers(Catching(run), torch.zeros(2, 4))
+    model, x = nn.Sequential(nn.Linear(4, 4), Catching(run)), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Catching"] and torch.equal(layers(x), model(x))
+
+
+def test_a_submodule_that_cannot_be_recorded_is_one_operation_though_its_caller_catches_that() -> None:
+    layers = gpipe.as_layers(Catching(lambda self, x: self.inner(x) * 2), torch.zeros(2, 4))
+    assert layers.leaves == ["Reversal"]
 
 
 class Outer(nn.Module):
@@ -385,31 +537,6 @@ def test_the_example_may_be_on_another_device_than_the_model() -> None:
     other = gpipe.as_layers(build("ViT").to("meta"), images().to("meta"))
     assert [str(layer) for layer in layers] == [str(layer) for layer in other] and len(layers) > 1
     assert {parameter.device.type for parameter in layers.parameters()} == {"meta"}
-
-
-class Parts(nn.Module):
-    """Three linear layers, for the models below."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-
-class Negated(torch.autograd.Function):
-    """Reverses the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
-class Reversal(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Negated.apply(x)  # type: ignore[no-any-return]
 
 
 class OwnBackward(Parts):

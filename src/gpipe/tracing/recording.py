@@ -6,7 +6,8 @@ import builtins
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from types import FrameType
@@ -61,7 +62,7 @@ def _replace_functions(tracer: Tracer) -> dict[str, Callable[..., Any]]:
         def asked(*args: Any, **kwargs: Any) -> Any:
             # Torch's own code asks too, and chooses between ways to compute the same.
             if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise Undecided(f"asks torch.{name}, which depends on who runs it")
+                raise tracer.note(Undecided(f"asks torch.{name}, which depends on who runs it"))
             return function(*args, **kwargs)
 
         return asked
@@ -98,12 +99,14 @@ def refusing(tracer: Tracer) -> Iterator[None]:
 
     def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if tracer.is_recording and any(type(leaf) is TracedTensor for leaf in args):
-            raise Undecided(f"calls {cls.__name__}.apply, whose own backward would be lost; call it in a submodule")
+            raise tracer.note(
+                Undecided(f"calls {cls.__name__}.apply, whose own backward would be lost; call it in a submodule")
+            )
         return apply.__func__(cls, *args, **kwargs)
 
     def enter_traced(context: torch.autocast) -> Any:
         if tracer.is_recording:
-            raise Undecided("enters torch.autocast, which its layers would not")
+            raise tracer.note(Undecided("enters torch.autocast, which its layers would not"))
         return enter(context)  # type: ignore[no-untyped-call]
 
     replaced = _replace_functions(tracer)
@@ -166,12 +169,24 @@ def known_training(tracer: Tracer) -> Iterator[None]:
         del nn.Module.training
 
 
+def _find_containers(values: Iterable[Any]) -> Collection[Any]:
+    """Return the dicts, lists, sets and queues among values and in each other."""
+    found: dict[int, Any] = {}
+    left = [*values]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list | set | deque) and id(value) not in found:
+            found[id(value)] = value
+            left += value.values() if isinstance(value, dict) else value
+    return found.values()
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
-    entries = [(value, copy.copy(value)) for value in values if isinstance(value, dict | list | set)]
+    entries = [(value, copy.copy(value)) for value in _find_containers(values)]
     tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
     try:
         yield
@@ -183,7 +198,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
         for value, before in entries:
             value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
+            value.extend(before) if isinstance(value, list | deque) else value.update(before)
         with torch.no_grad():
             for tensor, number in tensors:
                 tensor.copy_(number)

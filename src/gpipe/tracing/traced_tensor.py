@@ -28,7 +28,7 @@ class TracedTensor(fx.Proxy):
         if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that is not there
             raise AttributeError(name)
         if name in _OF_GRAPH:
-            raise Undecided(f"asks for {name} of a tensor, which depends on who runs it")
+            raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on who runs it"))
         if isinstance(self.value, dict) and name in ("keys", "values", "items"):
             entries = {key: operator.getitem(self, key) for key in self.value}
             return getattr(entries, name)
@@ -55,7 +55,7 @@ class TracedTensor(fx.Proxy):
     def __contains__(self, key: Any) -> bool:
         if isinstance(self.value, dict):
             return key in self.value
-        raise Undecided("looks for a value in a tensor")
+        raise self.tracer.note(Undecided("looks for a value in a tensor"))
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.value, dict):
@@ -64,11 +64,11 @@ class TracedTensor(fx.Proxy):
 
     def __bool__(self) -> bool:
         if isinstance(self.value, Tensor):
-            raise Undecided("decides by the numbers of a tensor")
+            raise self.tracer.note(Undecided("decides by the numbers of a tensor"))
         return bool(self.value)
 
     def __index__(self) -> int:
-        raise Undecided("uses the number of a tensor as an integer")
+        raise self.tracer.note(Undecided("uses the number of a tensor as an integer"))
 
     __int__ = __float__ = __index__
 

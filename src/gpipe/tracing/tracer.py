@@ -121,6 +121,8 @@ class Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self.sizes: list[int | TracedShape] = []
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
+        self._recorded: set[nn.Module] = set()
+        self._raised: Exception | None = None  # first in the model's code, which may have caught it
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # an operation, whose own code is not recorded
 
@@ -163,15 +165,20 @@ class Tracer(fx.Tracer):
         if not self.is_recording:
             return module.__dict__["training"]
         if module in self._odd:
-            raise Whole(module)
+            raise self.note(Whole(module))
         return TracedMode(self)
 
     def decide(self) -> bool:
         """Return `training` to code that decides by it: that of the model itself, for a submodule can be a whole."""
         if self._current[-1] != "model":
-            raise Whole(self.root.get_submodule(self._current[-1]))
+            raise self.note(Whole(self.root.get_submodule(self._current[-1])))
         self.decision = self.decision or traceback.extract_stack()
         return self._training
+
+    def note(self, error: Exception) -> Exception:
+        """Return an error to raise in the model's code. Where that catches it, it would run something else."""
+        self._raised = self._raised or error
+        return error
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a submodule is one operation."""
@@ -193,34 +200,55 @@ class Tracer(fx.Tracer):
         try:
             with preserved_generators([]) if is_whole else NOTHING:  # what it draws here, it will draw in each forward
                 found = super().call_module(m, forward, args, kwargs)
-            place = None
-
-            def run() -> Any:
-                return forward(*args, **kwargs)
-
-            if not is_whole and (kept := _find_kept(m, buffers)) is not None:
-                if name == "model":
-                    first = _read(m, kept)
-                    place = find_line(m, run, lambda: _read(m, kept) is not first)
-                raise Undecided(f"puts a tensor into its attribute or buffer {kept}, which a layer would not", place)
+            if self._raised is not None:
+                raise self._raised
+            if not is_whole:
+                self._recorded.add(m)
+                self._refuse_kept(m, buffers, lambda: forward(*args, **kwargs))
             if generators.find_drawn() is not None:
+                place = None
                 if name == "model":
                     again = HostGenerators()
-                    place = find_line(m, run, lambda: again.find_drawn() is not None)
+                    place = find_line(m, lambda: forward(*args, **kwargs), lambda: again.find_drawn() is not None)
                 raise Undecided(
                     "draws random numbers that no input enters, which would be the same ones for ever", place
                 )
-        except Whole:
-            raise
         except Exception as error:
+            self.note(error)
             # The submodule becomes one operation, which hides what the code in it does. Of the model itself nothing
             # would be left.
-            if name in ("", "model") or is_whole:
-                raise
-            raise Whole(m) from error
+            if not (isinstance(self._raised, Whole) or name in ("", "model") or is_whole):
+                self._raised = Whole(m)
+            if self._raised is not None and self._raised is not error:
+                raise self._raised from error
+            raise
         finally:
             self._current.pop()
         return found
+
+    def _refuse_kept(self, m: nn.Module, buffers: Mapping[str, Any], run: Callable[[], Any]) -> None:
+        """Refuse code that leaves what it computed in a buffer, or in an attribute after all of the model."""
+        is_model = self._current[-1] == "model"
+        owner, kept, place = m, _find_replaced(m, buffers), None
+        if kept is None and is_model:
+            owner, kept = self._find_kept(m)
+        if kept is None:
+            return
+        if owner is not m and owner in self._recorded:
+            raise Whole(owner)
+        if is_model:
+            before = {id(leaf): leaf for leaf in _leaves_of(owner, kept)}
+            place = find_line(m, run, lambda: any(id(leaf) not in before for leaf in _leaves_of(owner, kept)))
+        raise Undecided(f"puts a tensor into its attribute or buffer {kept}, which a layer would not", place)
+
+    def _find_kept(self, model: nn.Module) -> tuple[nn.Module, str | None]:
+        for module in reversed([*model.modules()]):
+            is_recorded = module in self._recorded  # then it may look at what a submodule that is whole has left there
+            for name in module.__dict__:
+                leaves = _leaves_of(module, name)
+                if any(type(leaf) is TracedTensor or (is_recorded and is_fake(leaf)) for leaf in leaves):
+                    return module, name
+        return model, None
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return an attribute of a module, traced where it is a parameter or buffer."""
@@ -238,6 +266,10 @@ class Tracer(fx.Tracer):
             return super().create_arg(a.whole())
         if isinstance(a, TracedMode):
             return self.create_node("get_attr", "training", (), {})
+        if is_fake(a):
+            raise self.note(
+                Undecided("uses what a submodule that is one operation has left in an attribute; return it")
+            )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             name = free_name(self.root.get_submodule("model"), f"constant_{len(self.constants)}")
             self.constants[name] = a
@@ -249,6 +281,13 @@ class Tracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """Run an operation on tensors without data, and note it where it gives any."""
+        try:
+            return self._create_proxy(kind, target, args, kwargs)
+        except Exception as error:
+            self.note(error)
+            raise
+
+    def _create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
         if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
@@ -403,18 +442,18 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _find_kept(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
-    """Return an attribute of a module into which code has put what it computed, or a buffer that it replaced."""
+def _find_replaced(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
+    """Return a buffer of a module in whose place code has put another."""
     for name, buffer in buffers.items():
         if _is_changed_in_place(module._buffers.get(name), name):
             module._buffers[name] = buffer
-    replaced = (name for name, buffer in buffers.items() if module._buffers.get(name) is not buffer)
-    kept = (name for name, value in module.__dict__.items() if isinstance(value, TracedTensor))
-    return next(replaced, next(kept, None))
+    return next((name for name, buffer in buffers.items() if module._buffers.get(name) is not buffer), None)
 
 
-def _read(module: nn.Module, name: str) -> Any:
-    return module._buffers.get(name, module.__dict__.get(name))
+def _leaves_of(module: nn.Module, name: str) -> list[Any]:
+    """Return what is in a buffer or an attribute, such as a list."""
+    found = module._buffers.get(name, module.__dict__.get(name))
+    return [*found] if isinstance(found, set) else tree_leaves(found)
 
 
 def _is_changed_in_place(value: Any, name: str) -> bool:
