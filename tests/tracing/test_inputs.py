@@ -29,6 +29,66 @@ def test_inputs_that_are_nested_in_another_way_than_the_example_are_refused(
         layers(inputs)
 
 
+class Masked(nn.Module):
+    """Has an argument that may be left out, decides by dimensions, and may take any others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x if x.ndim == 2 else x.sum(1))
+        return self.last(x if mask is None else x * mask)
+
+
+class Open(Masked):
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return super().forward(x, **more)
+
+
+X = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "inputs", "said"),
+    [
+        (
+            Masked,
+            {"x": X},
+            {"x": X, "mask": X},
+            "the model's input is a dict of x, mask, but .* a dict of x; give it so",
+        ),
+        (Open, {"x": X}, {"x": X, "mask": X}, "the model's input is a dict of x, mask, but .* a dict of x; give it so"),
+        (Masked, (X, None), (X, X), "input 1 is one value, but the example was None; give it so"),
+        (
+            Masked,
+            {"x": X, "mask": X},
+            {"x": X, "mask": None},
+            "mask is None, but the example was one value; give it so",
+        ),
+        (
+            Masked,
+            X,
+            torch.ones(2, 4, 3),
+            "the model's input has ndim 3, but the example had ndim 2; give as many dimensions",
+        ),
+        (Masked, (X, X), (X, X[0]), "input 1 has ndim 1, but the example had ndim 2; give as many dimensions"),
+    ],
+)
+def test_what_the_layers_would_ignore_or_take_for_something_else_is_refused(
+    kind: type[nn.Module], example: Any, inputs: Any, said: str
+) -> None:
+    layers = gpipe.as_layers(kind(), example)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        layers(inputs)
+
+
+def test_entries_that_are_no_arguments_of_the_model_may_stay() -> None:
+    model, x = Masked(), torch.randn(5, 3)
+    layers = gpipe.as_layers(model, {"x": X})
+    assert torch.equal(layers({"label": X, "x": x}), model(x))
+
+
 class Reading(nn.Module):
     """Uses a size of its inputs."""
 

@@ -2,75 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
+from inspect import signature
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Examples
 
-Names: TypeAlias = int | list[str] | None
-"""How many arguments an example has, or the names of its keyword arguments; None: it is one tensor."""
+Form: TypeAlias = dict[Any, Any] | list[int | None] | None
+"""The sizes of a tensor, None for any size; of a nest the forms of its parts, by name or number; None for None."""
 
 
-Sizes: TypeAlias = dict[Any, Any] | list[int | None] | None
-"""The sizes of a tensor, None for its examples; of a nest by the names or numbers of its parts; None: any sizes."""
+def find_form(nest: Any, batch: int | None = None, *, are_sizes_read: bool = True) -> Form:
+    """Return the form of inputs, or of an example.
+
+    Args:
+        nest: the inputs or the example.
+        batch: the dimension of an example's tensors that may have any size, unless they are marked.
+        are_sizes_read: by the model's code; if not, all may have any size.
+    """
+    if isinstance(nest, dict | tuple | list):
+        parts = nest.items() if isinstance(nest, dict) else enumerate(nest)
+        return {key: find_form(part, batch, are_sizes_read=are_sizes_read) for key, part in parts}
+    if isinstance(nest, Examples):
+        nest, batch = nest.tensor, nest.dimension
+    if not isinstance(nest, Tensor):
+        return None
+    return [size if are_sizes_read and d != batch else None for d, size in enumerate(nest.shape)]
 
 
-def name_inputs(example: Any) -> Names:
-    """Return what the parts of an example are called."""
-    return len(example) if isinstance(example, tuple) else [*example] if isinstance(example, dict) else None
+def name_arguments(model: nn.Module) -> list[str] | None:
+    """Return the names of a model's arguments; None where it takes any."""
+    found = signature(model.forward).parameters.values()
+    return None if any(one.kind is one.VAR_KEYWORD for one in found) else [one.name for one in found]
 
 
-def find_sizes(example: Any) -> Sizes:
-    """Return the sizes of an example's tensors."""
-    if isinstance(example, Tensor):
-        example = Examples(example, 0)
-    if isinstance(example, Examples):
-        return [None if d == example.dimension else size for d, size in enumerate(example.tensor.shape)]
-    return (
-        {key: find_sizes(part) for key, part in _parts(example)} if isinstance(example, dict | tuple | list) else None
-    )
-
-
-def check_inputs(inputs: Any, names: Names, sizes: Sizes = None) -> Any:
+def check_inputs(inputs: Any, form: Form, known: Collection[str] | None) -> Any:
     """Return the inputs; refuse others than the example: an operation would take a row of a tensor for an argument.
 
     Args:
-        inputs: of the first layer.
-        names: of the example.
-        sizes: of the example, where the model's code read any: they are constants in the layers.
+        inputs: of the first layer. Entries that are no arguments of the model, such as columns of a data set, may stay.
+        form: of the example.
+        known: the names of the model's arguments, None for any: those that the example lacks would be ignored.
     """
-    found = name_inputs(tuple(inputs) if isinstance(inputs, list) and isinstance(names, int) else inputs)
-    is_complete = found == names or (isinstance(found, list) and isinstance(names, list) and {*names} <= {*found})
-    if not is_complete:
-        raise ValueError(f"the model's input is {_describe(found)}, but the example was {_describe(names)}; give it so")
-    if sizes is not None:
-        _check_sizes("the model's input", inputs, sizes)
+    given = inputs
+    if isinstance(inputs, dict) and isinstance(form, dict) and known is not None and form.keys() <= inputs.keys():
+        given = {name: part for name, part in inputs.items() if name in form or name in known}
+    _check("the model's input", find_form(given), form)
     return inputs
 
 
-def _check_sizes(name: str, inputs: Any, sizes: Sizes) -> None:
-    if isinstance(sizes, dict):
-        for key, part in _parts(inputs):
-            if key in sizes:
-                _check_sizes(key if isinstance(key, str) else f"input {key}", part, sizes[key])
-    elif isinstance(inputs, Tensor) and sizes is not None:
-        shape = tuple(inputs.shape)
-        if len(shape) != len(sizes) or any(size not in (None, own) for own, size in zip(shape, sizes, strict=True)):
-            expected = ", ".join("any number" if size is None else str(size) for size in sizes)
-            raise ValueError(
-                f"{name} has the sizes {', '.join(map(str, shape))}, but the example had {expected}, and the model's "
-                "code reads sizes; give inputs of the example's sizes, or name the submodules that read them, "
-                "leaves=['...']"
-            )
+def _check(name: str, found: Any, form: Any) -> None:
+    if type(found) is not type(form) or (isinstance(form, dict) and found.keys() != form.keys()):
+        raise ValueError(f"{name} is {_describe(found)}, but the example was {_describe(form)}; give it so")
+    if isinstance(form, dict):
+        for key, part in form.items():
+            _check(key if isinstance(key, str) else f"input {key}", found[key], part)
+    elif form is not None and len(found) != len(form):
+        raise ValueError(f"{name} has ndim {len(found)}, but the example had ndim {len(form)}; give as many dimensions")
+    elif form is not None and any(size not in (None, own) for own, size in zip(found, form, strict=True)):
+        expected = ", ".join("any number" if size is None else str(size) for size in form)
+        raise ValueError(
+            f"{name} has the sizes {', '.join(map(str, found))}, but the example had {expected}, and the model's code "
+            "reads sizes; give inputs of the example's sizes, or name the submodules that read them, leaves=['...']"
+        )
 
 
-def _parts(nest: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(nest.items() if isinstance(nest, dict) else enumerate(nest))
-
-
-def _describe(names: Names) -> str:
-    if isinstance(names, list):
-        return f"a dict of {', '.join(names)}"
-    return "one value" if names is None else f"a tuple of {names}"
+def _describe(form: Form) -> str:
+    if not isinstance(form, dict):
+        return "None" if form is None else "one value"
+    return f"a dict of {', '.join(form)}" if isinstance(next(iter(form), 0), str) else f"a tuple of {len(form)}"

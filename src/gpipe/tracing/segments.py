@@ -28,7 +28,7 @@ from gpipe.tracing.batch import (
     find_of_batch,
 )
 from gpipe.tracing.errors import TracingError, explain
-from gpipe.tracing.inputs import Names, Sizes, check_inputs, find_sizes, name_inputs
+from gpipe.tracing.inputs import Form, check_inputs, find_form, name_arguments
 from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
@@ -160,8 +160,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     values = [
         dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
     ]
-    sizes = find_sizes(example) if are_sizes_read(tracers) else None
-    segments = _Segments(model, graphs[0], arguments, constants, values, (name_inputs(example), sizes))
+    form = find_form(example, 0, are_sizes_read=are_sizes_read(tracers))
+    segments = _Segments(model, graphs[0], arguments, constants, values, form)
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
     layers.training = model.training
@@ -264,9 +264,9 @@ class _Segments:
         arguments: Mapping[fx.Node, FreeArguments],
         constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
-        inputs: tuple[Names, Sizes],
+        form: Form,
     ) -> None:
-        self._names_and_sizes = inputs
+        self._form = form
         self._model, self._arguments, self._constants, self._values = model, arguments, constants, values
         self.operations = [node for node in graph.nodes if node.op.startswith("call_")]
         (self._inputs,) = (node for node in graph.nodes if node.op == "placeholder")
@@ -305,7 +305,7 @@ class _Segments:
         made: dict[fx.Node, fx.Node] = {}
         entered = [self._inputs] if begin == 0 else self.alive(begin)
         if begin == 0:
-            made[self._inputs] = graph.call_function(check_inputs, (payload, *self._names_and_sizes))
+            made[self._inputs] = graph.call_function(check_inputs, (payload, self._form, name_arguments(self._model)))
         elif len(entered) == 1:
             made[entered[0]] = payload
         else:
