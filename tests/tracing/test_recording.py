@@ -368,6 +368,10 @@ class Failing(nn.Module):
             r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
         ),
         (lambda _, x: torch.from_dlpack(x), "RuntimeError: .*; check the shapes and types of the example"),
+        (
+            lambda _, x: torch.cat([x] * len(x)),
+            "takes as many parts as there are examples; name the submodule in which",
+        ),
         (lambda _, x: x.relu() if len(x) % 2 else x, "runs other operations for another number of examples; name"),
     ],
 )
@@ -438,6 +442,20 @@ def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
 def test_leaves_that_are_no_submodules_are_refused(leaves: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=f"^{said}$"):
         gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3), leaves=leaves)
+
+
+@pytest.mark.parametrize("is_counted_first", [False, True])
+def test_no_cut_lies_where_the_number_of_examples_is_lost_and_needed(*, is_counted_first: bool) -> None:
+    class Pooling(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = self.b(self.a(x).mean(0)).masked_fill(torch.arange(4) > 2, float("nan"))
+            if is_counted_first:
+                return self.c(mean.expand(len(x), -1)).nan_to_num()
+            return self.c(self.b(mean.nan_to_num())) * torch.ones(len(x), 1)
+
+    model, x = Pooling(), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert len(layers) > 1 and torch.equal(layers(x), model(x))
 
 
 def test_a_tensor_as_long_as_the_batch_may_have_one_value_for_any_number_of_examples() -> None:

@@ -106,6 +106,8 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
             raise refuse("takes another tensor for another number of examples")
         return first
     if isinstance(first, tuple | list):
+        if len(set(map(len, values))) != 1:
+            raise refuse("takes as many parts as there are examples")
         items = [_join(parts, position, refuse) for parts in zip(*values, strict=True)]
         return items if isinstance(first, list) else tuple(items)
     if isinstance(first, dict):
@@ -113,7 +115,7 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
     if isinstance(first, slice):
         ends = [[value.start, value.stop, value.step] for value in values]
         return slice(*(_join(parts, position, refuse) for parts in zip(*ends, strict=True)))
-    if all(value == first or value is first for value in values):
+    if all(value == first or value is first or repr(value) == repr(first) for value in values):  # such as nan
         return first
     return _line(values, refuse)
 

@@ -293,6 +293,20 @@ class _Segments:
         made = [self._inputs, *self.operations[:cut]]
         return [node for node in made if self._last_use.get(node, -1) >= cut]
 
+    def counts(self, node: fx.Node) -> bool:
+        """Return whether an operation needs the number of examples."""
+
+        def is_number(leaf: Any) -> bool:
+            return isinstance(leaf, OfBatch)
+
+        constants = (self.constant(str(used.target).removeprefix("model.")) for used in node.all_input_nodes)
+        shapes = [constant.shape for constant in constants if constant is not None]
+        return any(map(is_number, tree_leaves((*self._arguments[node], shapes), is_leaf=is_number)))
+
+    def has_examples(self, node: fx.Node) -> bool:
+        """Return whether a tensor has the examples in a dimension."""
+        return find_examples([values[node] for values in self._values]) is not None
+
     def build(self, cuts: Sequence[int]) -> Iterator[nn.Module]:
         """Yield a layer for the operations between each two cuts."""
         ends = [0, *cuts, len(self.operations)]
@@ -433,18 +447,30 @@ class _Copy:
 
     def _find_batch(self) -> fx.Node:
         for tensor, values in self._tensors():
-            for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True)):
-                factor, rest = divmod(sizes[0], BATCHES[0])
-                if rest == 0 and factor and all(size == factor * n for size, n in zip(sizes, BATCHES, strict=True)):
-                    size = self._graph.call_method("size", (tensor, dimension))
-                    return size if factor == 1 else self._graph.call_function(operator.floordiv, (size, factor))
-        raise TracingError("no tensor that enters a layer has the examples in a dimension; give the model's blocks")
+            if (found := find_examples(values)) is not None:
+                size = self._graph.call_method("size", (tensor, found[0]))
+                return size if found[1] == 1 else self._graph.call_function(operator.floordiv, (size, found[1]))
+        raise TracingError(
+            "no tensor of the example has the examples in a dimension; give its tensors in one flat nest"
+        )
 
     def _own_device(self) -> fx.Node:
         if self._device is None:
             tensor, _ = next(self._tensors())
             self._device = self._graph.call_function(getattr, (tensor, "device"))
         return self._device
+
+
+def find_examples(values: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the dimension of a tensor that has the examples, of which each has as many parts; None if none has them.
+
+    values: for each number of examples.
+    """
+    for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True)):
+        factor, rest = divmod(sizes[0], BATCHES[0])
+        if rest == 0 and factor and all(size == factor * n for size, n in zip(sizes, BATCHES, strict=True)):
+            return dimension, factor
+    return None
 
 
 def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Mapping[fx.Node, set[int]]) -> list[int]:
@@ -463,11 +489,14 @@ def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Map
     total = work[-1]
     crossing: dict[int, tuple[int, int]] = {}  # cut -> bytes, number of tensors
     later: set[int] = set()
+    counts = False  # whether an operation behind the cut needs the number of examples
     for cut in range(len(operations) - 1, 0, -1):
         later |= changed.get(operations[cut], set())
-        tensors = [segments.value(node) for node in segments.alive(cut)]
+        counts = counts or segments.counts(operations[cut])
+        alive = segments.alive(cut)
+        tensors = [segments.value(node) for node in alive]
         travels = all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors)
-        if travels and cut not in together:
+        if travels and cut not in together and not (counts and not any(map(segments.has_examples, alive))):
             crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)
     cuts: list[int] = []
     pieces = [(0, len(operations))]
