@@ -719,6 +719,18 @@ def test_a_conversion_by_torch_is_an_operation(options: dict[str, Any]) -> None:
     assert len(layers) > 1 and torch.equal(layers(x), model(x))
 
 
+def test_a_shift_in_place_changes_the_tensor_under_its_other_names() -> None:
+    class Shifts(Parts):
+        def forward(self, x: Tensor, count: Tensor) -> Tensor:
+            other = count.clone()
+            alias = other
+            alias <<= 1
+            return self.b(self.a(x)) * other
+
+    model, inputs = Shifts(), (torch.randn(5, 4), torch.ones(5, 1, dtype=torch.long))
+    assert torch.equal(gpipe.as_layers(model, inputs)(inputs), model(*inputs))
+
+
 class Filling(Parts):
     """Fills a tensor that it makes, in one of several ways."""
 
