@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose
 
+from gpipe import launch
 from gpipe.config import ConfigError, RunConfig, to_run
 from gpipe.launch.processes import Place
-from gpipe.planning.accelerator import EFFICIENCY, LayerSeconds, find_accelerator
+from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, find_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.programs import automatic, calibration_files
 from gpipe.programs.automatic import DevicesToUse, choose_pipeline, find_devices_at_hand, is_open, spell_out
@@ -96,8 +98,13 @@ def test_layers_that_were_measured_count_as_measured(
     measured = [LayerSeconds(1.0, 1.0, 2.0), *planned[1:]]
     seconds = []
     for calibration in (None, Calibration({}, 4, measured, planned, 1e-3)):
-        monkeypatch.setattr(calibration_files, "find_calibration", lambda *_, found=calibration: found)
-        choose(*words, count=2)
+
+        def find(run: RunConfig, accelerator: Accelerator, found: Calibration | None = calibration) -> Any:
+            return found if run.launch.num_threads == 4 else pytest.fail("not the threads of one of two processes")
+
+        monkeypatch.setattr(calibration_files, "find_calibration", find)
+        monkeypatch.setattr(launch.devices, "own_cores", lambda: list(range(8)))
+        choose(*words, "launch.num_threads=null", count=2)
         (row,) = (line for line in capsys.readouterr().out.splitlines() if " chosen " in line)
         seconds.append(float(row.split("│")[5]))
     assert seconds[0] < 1 and 12 <= seconds[1] < 13, "four micro-batches, forward and backward"
@@ -213,7 +220,9 @@ def test_a_refusal_says_what_no_setting_meets(words: tuple[str, ...], count: int
 
 def test_what_is_no_matter_of_memory_is_said_as_without_a_search() -> None:
     composed = compose("train", overrides=[*TEXT, "pipeline.partitions=[3,3]"])
-    with pytest.raises(ValueError, match=r"^partitions is \[3, 3\], which covers 6 layers"):
+    with pytest.raises(
+        ValueError, match=r"^pipeline.partitions is \[3, 3\], expected numbers whose sum is the model's 5"
+    ):
         choose_pipeline(composed, (), lambda *_: devices(2))
 
 

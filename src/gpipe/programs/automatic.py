@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import find_said_keys
-from gpipe.launch.devices import own_cores
+from gpipe.launch.devices import count_threads, own_cores
 from gpipe.programs.complete import check_run_data, complete
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def choose_pipeline(
 
     devices = (find_devices or find_devices_at_hand)(run, fixed.get("num_processes"))
     run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as it is filled in
-    calibration = find_calibration(run, devices.accelerator)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", devices.count))
+    threads = replace(run.launch, num_threads=count_threads(run.launch.num_threads, num_local))
+    calibration = find_calibration(replace(run, launch=threads), devices.accelerator)
     planner = build_planner(run, devices.accelerator, efficiency=devices.efficiency, calibration=calibration)
     like = build_setting(run, devices.accelerator)
     space = Space(
