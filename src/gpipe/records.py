@@ -101,7 +101,7 @@ class Record:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Those of the config that its numbers depend on, wherever it runs: what `same_settings` compares."""
-        return _without(WHEREABOUTS, self.config)
+        return without(WHEREABOUTS, self.config)
 
     @property
     def examples_per_second(self) -> float | None:
@@ -193,18 +193,18 @@ def _version(package: str) -> str | None:
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the settings of two runs, as JSON, describe the same training, wherever it runs."""
-    return _without(WHEREABOUTS, one) == _without(WHEREABOUTS, other)
+    return without(WHEREABOUTS, one) == without(WHEREABOUTS, other)
 
 
 def is_reusable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the record of one run also holds for the other: the same settings and place of the data."""
     may_differ = WHEREABOUTS - _SOURCES
-    return _without(may_differ, one) == _without(may_differ, other)
+    return without(may_differ, one) == without(may_differ, other)
 
 
 def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether one run can resume the other to the same weights; they may differ in speed."""
-    return _without(_EFFORTS, one) == _without(_EFFORTS, other)
+    return without(_EFFORTS, one) == without(_EFFORTS, other)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Collection[str] = _EFFORTS) -> list[str]:
@@ -215,7 +215,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Co
         own: The settings here, as JSON. A setting that one of the two lacks, such as a newer one, is left out.
         may_differ: Keys that are left out too.
     """
-    there, here = _flat(_without(may_differ, saved)), _flat(_without(may_differ, own))
+    there, here = _flat(without(may_differ, saved)), _flat(without(may_differ, own))
     return [
         f"{key} is {_short(there[key])} there, {_short(value)} here"
         for key, value in here.items()
@@ -238,10 +238,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _without(left_out: Collection[str], config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def without(left_out: Collection[str], config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings without those whose full keys are left out, and without sections that had no others."""
     found = {
-        name: _without(left_out, value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        name: without(left_out, value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in config.items()
         if f"{prefix}{name}" not in left_out
     }

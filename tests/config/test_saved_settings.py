@@ -36,6 +36,14 @@ def test_settings_come_back_as_they_were(overrides: list[str]) -> None:
     assert from_plain(saved) == run
 
 
+def test_settings_that_do_nothing_come_back_of_a_run_that_had_them() -> None:
+    saved = to_plain(to_run(compose("train", overrides=[])))
+    saved["trainer"]["evaluation"] |= {"patience": 1, "every_epochs": None, "every_steps": None}
+    saved["model"] |= {"auxiliary_head": True, "auxiliary_weight": 0.0}
+    found = from_plain(saved)
+    assert found.trainer.evaluation.patience == 1 and found.model.family == "amoebanet"
+
+
 @pytest.mark.parametrize(
     ("section", "change", "said"),
     [

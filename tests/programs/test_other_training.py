@@ -12,7 +12,7 @@ from hydra import compose
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.folder import find_run
 from gpipe.checkpoint.manifest import MANIFEST, Position, seal, write_manifest
-from gpipe.config import RunConfig, to_plain, to_run, to_yaml
+from gpipe.config import ConfigError, RunConfig, to_plain, to_run, to_yaml
 from gpipe.programs.resume import name_runs
 from gpipe.programs.train import launch_training
 from tests.support.train_program import TINY
@@ -126,6 +126,17 @@ def test_the_jobs_of_a_sweep_start_from_the_run_that_the_first_one_found(
     assert name_runs(named).init_from == str(newer)
     assert name_runs(named, tmp_path / "sweep").init_from == str(first)
     assert f"is {first}, from which this sweep began, and not the newer {newer}: name" in capsys.readouterr().out
+    first.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"is {first} in this sweep, which is not there any .* or name {newer} to "):
+        name_runs(named, tmp_path / "sweep")
+
+
+def test_a_start_that_a_killed_job_wrote_in_part_counts_for_none(tmp_path: Path) -> None:
+    found = leave(tmp_path / "runs" / "found")
+    (tmp_path / "started_from.txt").write_text(f'["{tmp_path / "runs"}", "{tmp_path / "runs"}/f')
+    named = run_of(f"init_from={tmp_path / 'runs'}")
+    assert [name_runs(named, tmp_path).init_from for _ in range(2)] == [str(found)] * 2
+    assert len((tmp_path / "started_from.txt").read_text().split()) > 2
 
 
 def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> None:

@@ -288,6 +288,18 @@ def test_seeds_are_averaged_where_all_other_settings_are_the_same(tmp_path: Path
     assert means == ["", "top-1 15.00% ± 7.07% (mean and deviation over 2 seeds)"]
 
 
+def test_a_setting_that_follows_from_the_seed_is_averaged_over_too(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        (folder := tmp_path / f"seed={seed}").mkdir()
+        write_outcome(folder, Outcome("done", [f"seed={seed}", "init_from=runs/p${seed}"], "digits"))
+        config = {"seed": seed, "init_from": f"runs/p{seed}", "pipeline": {"memory_limit_bytes": seed}}
+        results = {"top1": seed / 10}
+        record = make_record(kind="measured", command="", experiment="", config=config, seed=seed, results=results)
+        write_record(folder / RECORD_FILE, record)
+    summarize(tmp_path, read_jobs(tmp_path))
+    assert "top-1 5.00% ± 7.07% (mean and deviation over 2 seeds)" in (tmp_path / SUMMARY_FILE).read_text()
+
+
 def test_a_table_has_the_jobs_of_its_sweep_also_those_done_before_and_names_others_in_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -86,7 +87,34 @@ def test_what_the_layers_would_ignore_or_take_for_something_else_is_refused(
 def test_entries_that_are_no_arguments_of_the_model_may_stay() -> None:
     model, x = Masked(), torch.randn(5, 3)
     layers = gpipe.as_layers(model, {"x": X})
-    assert torch.equal(layers({"label": X, "x": x}), model(x))
+    assert torch.equal(layers({"label": X, "x": x, "mask": None}), model(x))
+
+
+class Level(Enum):
+    """Names of feature maps."""
+
+    LOW = "low"
+
+
+class Nested(Masked):
+    """Takes one dict, whose entries it names itself."""
+
+    def forward(self, maps: dict[Any, Tensor]) -> Tensor:
+        return super().forward(maps["x" if "x" in maps else Level.LOW])
+
+
+def test_entries_of_a_nested_dict_may_stay_and_be_named_by_anything() -> None:
+    model, x = Nested(), torch.randn(5, 3)
+    layers = gpipe.as_layers(model, ({"x": X},))
+    assert torch.equal(layers(({"x": x, "label": X},)), model({"x": x}))
+    with pytest.raises(ValueError, match=r"^input 0 is a dict of y, but the example was a dict of x; give it so$"):
+        layers(({"y": x},))
+    assert torch.equal(gpipe.as_layers(model, ({Level.LOW: X},))(({Level.LOW: x},)), model({Level.LOW: x}))
+
+
+def test_another_kind_of_inputs_is_told_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^the model's input is of type object, but the example was a dict of x;"):
+        gpipe.as_layers(Masked(), {"x": X})(object())
 
 
 class Reading(nn.Module):

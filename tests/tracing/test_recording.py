@@ -6,6 +6,8 @@ import copy
 import operator
 import random
 import re
+import subprocess
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -367,7 +369,7 @@ class Failing(nn.Module):
             lambda _, x: x * len(x) ** 2,
             r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
         ),
-        (lambda _, x: torch.from_dlpack(x), "RuntimeError: .*; check the shapes and types of the example"),
+        (lambda _, x: torch.from_dlpack(x), "asks for __dlpack__ of a tensor, which is not there yet; name"),
         (
             lambda _, x: torch.cat([x] * len(x)),
             "takes as many parts as there are examples; name the submodule in which",
@@ -717,6 +719,70 @@ def test_a_conversion_by_torch_is_an_operation(options: dict[str, Any]) -> None:
     model, x = Converts(), torch.randn(5, 4)
     layers = gpipe.as_layers(model, x[:2])
     assert len(layers) > 1 and torch.equal(layers(x), model(x))
+
+
+class Held(nn.Module):
+    """Two layers, and something that it only holds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.held = nn.Linear(4, 4), nn.Linear(4, 4), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Immutable(dict[str, int]):
+    """A dict that lets nobody change it."""
+
+    def clear(self) -> None:
+        raise RuntimeError("immutable")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [lambda: torch.jit.script(nn.Linear(4, 4)), lambda: {"options": Immutable(size=3)}, lambda: [[1], (2, [3])]]
+)
+def test_what_a_model_only_holds_is_no_reason_to_refuse_it(make: Callable[[], Any]) -> None:
+    model, x = Held(make()), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x)
+    assert len(layers) > 1 and torch.equal(layers(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["__array__", "__dlpack__", "__complex__"])
+def test_code_that_asks_for_the_memory_of_a_tensor_is_one_operation(name: str) -> None:
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (2 if hasattr(x, name) else 3)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Asking(), nn.Linear(4, 4)), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x)
+    assert layers.leaves == ["Asking"] and torch.equal(layers(x), model(x))
+
+
+def test_torch_knows_its_own_constructors_of_tensors_afterwards() -> None:
+    """It looks for them once, at the first use of a default device, which may be in a model's code."""
+    program = (
+        "import torch, gpipe\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        with torch.device('cpu'):\n"
+        "            return super().forward(x) + torch.zeros(4)\n"
+        "gpipe.as_layers(Model(4, 4), torch.ones(2, 4))\n"
+        "torch.set_default_device('meta')\n"
+        "print(torch.tensor([1.0]).device, torch.as_tensor([1.0]).device)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["meta", "meta"]
+
+
+def test_numbers_become_tensors_by_any_name_of_the_argument() -> None:
+    class Scaled(Held):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.asarray(obj=[1.0, 2.0, 3.0, 4.0]) + torch.tensor(data=1.0)
+
+    model, x = Scaled(None), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, x)(x), model(x))
 
 
 def test_a_shift_in_place_changes_the_tensor_under_its_other_names() -> None:

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy  # noqa: TID251
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # noqa: TID251
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: TID251
+from torch.utils._device import _device_constructors as list_device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode  # noqa: TID251
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: TID251
 
 __all__ = [
     "TorchDispatchMode",
+    "list_device_constructors",
     "tree_leaves",
     "tree_map",
     "tree_map_only",

@@ -296,7 +296,19 @@ def to_run(composed: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)
+    _refuse_without_effect(run)
     return run
+
+
+def _refuse_without_effect(run: RunConfig) -> None:
+    """Refuse settings that would do nothing; runs that were saved with them can still be read."""
+    evaluation, model = run.trainer.evaluation, run.model
+    may_end = evaluation.patience is None or (evaluation.every_epochs, evaluation.every_steps) != (None, None)
+    expected = "null where trainer.evaluation.every_epochs and every_steps are null"
+    require(may_end, "trainer.evaluation.patience", evaluation.patience, expected)
+    if isinstance(model, AmoebaNetConfig):
+        is_trained = model.auxiliary_weight > 0 or not model.auxiliary_head
+        require(is_trained, "model.auxiliary_weight", model.auxiliary_weight, "above 0 with model.auxiliary_head=true")
 
 
 def register_schema(name: str, node: type[Any]) -> None:

@@ -241,9 +241,6 @@ class EvaluationConfig:
         at_least("trainer.evaluation.batch_size", self.batch_size, 1)
         for name in ("every_epochs", "every_steps", "max_batches", "statistics_batches", "patience"):
             optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
-        may_end = self.patience is None or (self.every_epochs, self.every_steps) != (None, None)
-        expected = "null where trainer.evaluation.every_epochs and every_steps are null"
-        require(may_end, "trainer.evaluation.patience", self.patience, expected)
 
 
 @dataclass

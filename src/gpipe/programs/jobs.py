@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpipe.durable_files import write_flushed
-from gpipe.records import RECORD_FILE, Record, read_records
+from gpipe.records import RECORD_FILE, Record, read_records, without
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
@@ -154,8 +154,12 @@ def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
     groups: dict[tuple[str, str], list[Record]] = {}
     for job in jobs:
         if job.record is not None:
-            others = (f"{key}={value}" for key, value in _settings(job).items() if key != "seed")
-            settings = json.dumps({**job.record.settings, "seed": None}, sort_keys=True)  # files say others than words
+            words = _settings(job)
+            others = (f"{key}={value}" for key, value in words.items() if key != "seed")
+            # Words do not say what is in files. Some follow from the seed, and the memory is the host's.
+            of_seed = (key for key, value in words.items() if "${seed}" in f"{value}")
+            found = without(("seed", "pipeline.memory_limit_bytes", *of_seed), job.record.settings)
+            settings = json.dumps(found, sort_keys=True)
             groups.setdefault((" ".join(sorted(others)), settings), []).append(job.record)
     shared = set.intersection(*(set(name.split()) for name, _ in groups)) if len(groups) > 1 else set()
     lines = []

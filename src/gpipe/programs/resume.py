@@ -153,13 +153,27 @@ def _find_run(named: str, sweep: Path | None) -> str:
     if sweep is None or found == named:
         return found
     with locked(path := sweep / _STARTS_FILE):
-        first = dict(map(json.loads, path.read_text(encoding="utf-8").splitlines())).get(named)
+        first = _read_starts(path).get(named)
         if first is None:
             with path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps([named, found])}\n")
+                file.write(f"\n{json.dumps([named, found])}\n")
+    if first is not None and not Path(first).exists():
+        raise ConfigError(
+            f"{named} is {first} in this sweep, which is not there any more, expected the run from which its other "
+            f"jobs started: put it back, or name {found} to start all of them anew."
+        )
     if first not in (None, found):
         print(f"{named} is {first}, from which this sweep began, and not the newer {found}: name that to start anew")
     return first or found
+
+
+def _read_starts(path: Path) -> dict[str, str]:
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # of a process that was killed while it wrote
+            name, run = json.loads(line)
+            found[name] = run
+    return found
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:

@@ -23,8 +23,10 @@ def find_form(nest: Any, batch: int | None = None, *, are_sizes_read: bool = Tru
         are_sizes_read: by the model's code; if not, all may have any size.
     """
     if isinstance(nest, dict | tuple | list):
-        parts = nest.items() if isinstance(nest, dict) else enumerate(nest)
-        return {key: find_form(part, batch, are_sizes_read=are_sizes_read) for key, part in parts}
+        parts = nest if isinstance(nest, dict) else dict(enumerate(nest))
+        if any(type(key) not in (str, int) for key in parts):  # such as an enum's, which are no text in a layer's code
+            parts = dict(enumerate(parts.values()))
+        return {key: find_form(part, batch, are_sizes_read=are_sizes_read) for key, part in parts.items()}
     if isinstance(nest, Examples):
         nest, batch = nest.tensor, nest.dimension
     if not isinstance(nest, Tensor):
@@ -33,8 +35,11 @@ def find_form(nest: Any, batch: int | None = None, *, are_sizes_read: bool = Tru
 
 
 def name_arguments(model: nn.Module) -> list[str] | None:
-    """Return the names of a model's arguments; None where it takes any."""
-    found = signature(model.forward).parameters.values()
+    """Return the names of a model's arguments, as far as they have any; None where it takes any."""
+    try:
+        found = signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return []
     return None if any(one.kind is one.VAR_KEYWORD for one in found) else [one.name for one in found]
 
 
@@ -46,15 +51,26 @@ def check_inputs(inputs: Any, form: Form, known: Collection[str] | None) -> Any:
         form: of the example.
         known: the names of the model's arguments, None for any: those that the example lacks would be ignored.
     """
-    given = inputs
-    if isinstance(inputs, dict) and isinstance(form, dict) and known is not None and form.keys() <= inputs.keys():
-        given = {name: part for name, part in inputs.items() if name in form or name in known}
-    _check("the model's input", find_form(given), form)
+    found = find_form(inputs)
+    if form is not None and found is None:
+        kind = "None" if inputs is None else f"of type {type(inputs).__name__}"
+        raise ValueError(f"the model's input is {kind}, but the example was {_describe(form)}; give it so")
+    if isinstance(inputs, dict) and isinstance(form, dict):
+        given = {name for name, part in inputs.items() if part is not None and (known is None or name in known)}
+        if given - form.keys():
+            raise ValueError(
+                f"the model's input is {_describe(found)}, but the example was {_describe(form)}; give it so"
+            )
+    _check("the model's input", found, form)
     return inputs
 
 
 def _check(name: str, found: Any, form: Any) -> None:
-    if type(found) is not type(form) or (isinstance(form, dict) and found.keys() != form.keys()):
+    is_alike = type(found) is type(form)
+    if is_alike and isinstance(form, dict):
+        others = found.keys() - form.keys()  # of a dict, such as columns of a data set
+        is_alike = form.keys() <= found.keys() and all(isinstance(key, str) for key in others)
+    if not is_alike:
         raise ValueError(f"{name} is {_describe(found)}, but the example was {_describe(form)}; give it so")
     if isinstance(form, dict):
         for key, part in form.items():

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import builtins
-import copy
+import operator
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
+from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from gpipe._compat.torch_description import list_device_constructors
 from gpipe.tracing.errors import Undecided, is_of_model
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import TracedTensor
@@ -36,7 +38,8 @@ class TracedMode:
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(bool(self))
 
 
 _CONTEXT_QUERIES = (
@@ -68,10 +71,12 @@ def _replace_functions(tracer: Tracer) -> dict[str, Callable[..., Any]]:
         return asked
 
     def convert(function: Callable[..., Any]) -> Callable[..., Any]:
-        def converted(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if type(data) is TracedTensor:
-                return tracer.create_proxy("call_function", function, (data, *args), kwargs)
-            return function(data.whole() if type(data) is TracedShape else data, *args, **kwargs)
+        def converted(*args: Any, **kwargs: Any) -> Any:
+            named = [name for name in ("data", "obj") if name in kwargs]
+            args = (*(kwargs.pop(name) for name in named), *args)
+            if args and type(args[0]) is TracedTensor:
+                return tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*(one.whole() if type(one) is TracedShape else one for one in args), **kwargs)
 
         return converted
 
@@ -109,6 +114,7 @@ def refusing(tracer: Tracer) -> Iterator[None]:
             raise tracer.note(Undecided("enters torch.autocast, which its layers would not"))
         return enter(context)  # type: ignore[no-untyped-call]
 
+    list_device_constructors()  # torch keeps those that it finds first, for as long as it runs
     replaced = _replace_functions(tracer)
     own = {name: getattr(torch, name) for name in replaced}
     for name, function in replaced.items():
@@ -169,16 +175,40 @@ def known_training(tracer: Tracer) -> Iterator[None]:
         del nn.Module.training
 
 
-def _find_containers(values: Iterable[Any]) -> Collection[Any]:
-    """Return the dicts, lists, sets and queues among values and in each other."""
+_CONTAINERS = dict, list, tuple, set, deque
+
+
+def items_of(container: Any) -> Collection[Any]:
+    """Return what is in a container."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def find_containers(values: Iterable[Any]) -> Collection[Any]:
+    """Return the dicts, lists, tuples, sets and queues among values and in each other."""
     found: dict[int, Any] = {}
-    left = [*values]
+    left = [value for value in values if isinstance(value, _CONTAINERS)]
     while left:
         value = left.pop()
-        if isinstance(value, dict | list | set | deque) and id(value) not in found:
+        if id(value) not in found:
             found[id(value)] = value
-            left += value.values() if isinstance(value, dict) else value
+            left += [item for item in items_of(value) if isinstance(item, _CONTAINERS)]
     return found.values()
+
+
+def _snapshot(container: Any) -> list[Any]:
+    return [*chain.from_iterable(container.items())] if isinstance(container, dict) else [*container]
+
+
+def _restore(container: Any, before: list[Any]) -> None:
+    """Put back what was in a container, if that has changed: some let nobody change them."""
+    now = _snapshot(container)
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(before[::2], before[1::2], strict=True))
+    else:
+        container.extend(before) if isinstance(container, list | deque) else container.update(before)
 
 
 @contextmanager
@@ -186,7 +216,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
-    entries = [(value, copy.copy(value)) for value in _find_containers(values)]
+    entries = [(value, _snapshot(value)) for value in find_containers(values)]
     tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
     try:
         yield
@@ -197,8 +227,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         for value, before in entries:
-            value.clear()
-            value.extend(before) if isinstance(value, list | deque) else value.update(before)
+            _restore(value, before)
         with torch.no_grad():
             for tensor, number in tensors:
                 tensor.copy_(number)

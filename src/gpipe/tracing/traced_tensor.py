@@ -26,6 +26,8 @@ class TracedTensor(fx.Proxy):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that is not there
+            if hasattr(type(self.value), name):
+                raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which is not there yet"))
             raise AttributeError(name)
         if name in _OF_GRAPH:
             raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on who runs it"))

@@ -31,7 +31,15 @@ from gpipe.tracing.errors import (
     is_of_model,
     is_ours,
 )
-from gpipe.tracing.recording import TracedMode, find_line, known_training, refusing, unchanged
+from gpipe.tracing.recording import (
+    TracedMode,
+    find_containers,
+    find_line,
+    items_of,
+    known_training,
+    refusing,
+    unchanged,
+)
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
 
@@ -452,8 +460,9 @@ def _find_replaced(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
 
 def _leaves_of(module: nn.Module, name: str) -> list[Any]:
     """Return what is in a buffer or an attribute, such as a list."""
-    found = module._buffers.get(name, module.__dict__.get(name))
-    return [*found] if isinstance(found, set) else tree_leaves(found)
+    # No dict's `get`: the buffers of what TorchScript has made are none.
+    found = module._buffers[name] if name in module._buffers else module.__dict__.get(name)
+    return [found, *chain.from_iterable(map(items_of, find_containers([found])))]
 
 
 def _is_changed_in_place(value: Any, name: str) -> bool:
