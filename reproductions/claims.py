@@ -1,6 +1,8 @@
 """The claims of the paper, one line each: its number beside what we measured, simulated and planned."""
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ NO_TEST = "no test: the paper gives no number"
 COUNTED = "no test: bytes are counted, and have no interval"
 
 _INTERVAL = re.compile(r"\[[+-][\d.]+%?, [+-][\d.]+%?\]")
+_DECIDED = re.compile(rf"([a-z ]+) {_INTERVAL.pattern}")
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Claim:
 
     Attributes:
         text: The claim, and its place in the paper.
+        scope: What was compared, and what its intervals draw.
         paper: The paper's number.
         measured: Ours, measured.
         simulated: Ours, simulated.
@@ -33,6 +37,7 @@ class Claim:
     simulated: str = ""
     planned: str = ""
     verdict: str = NOT_RUN
+    scope: str = ""
 
 
 def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None = None) -> str:
@@ -40,6 +45,7 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
     rows = [
         [
             claim.text if links is None else f"[{claim.text}]({links}{page})",
+            claim.scope,
             claim.paper,
             claim.measured,
             claim.simulated,
@@ -49,7 +55,27 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
         for page, claims in pages
         for claim in claims
     ]
-    return markdown(["claim", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
+    return markdown(["claim", "scope", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
+
+
+def verdicts_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str) -> str:
+    """Return a short row for each claim, without intervals and scopes; the numbers are of its first, widest scope."""
+    rows = []
+    for page, claims in pages:
+        for text, found in itertools.groupby(claims, lambda claim: claim.text):
+            first, *others = found
+            verdict = _shorten(claim.verdict for claim in (first, *others))
+            rows.append([f"[{text}]({links}{page})", first.paper, first.measured, first.planned, verdict])
+    return markdown(["claim", "the paper", "measured here", "planned", "verdict"], rows)
+
+
+def _shorten(verdicts: Iterable[str]) -> str:
+    """Count the verdicts that follow from an interval; without any, there is only the first text."""
+    texts = list(verdicts)
+    counts = Counter(word.strip() for text in texts for word in _DECIDED.findall(text))
+    if len(counts) < 2:
+        return next(iter(counts), texts[0])
+    return ", ".join(f"{word} {number} of {counts.total()}" for word, number in counts.most_common())
 
 
 def count_intervals(claims: Iterable[Claim]) -> int:

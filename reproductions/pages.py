@@ -18,7 +18,7 @@ from gpipe.records import (
 )
 from reproductions import FOLDER, PAPER_FILE, ROOT, RUNS_FILE, faults
 from reproductions.bubble import tables as bubble
-from reproductions.claims import Claim, claims_table, describe_chance
+from reproductions.claims import Claim, claims_table, describe_chance, verdicts_table
 from reproductions.deviations import deviations_table
 from reproductions.figure3_multilingual import tables as figure3
 from reproductions.table import Table, make_table
@@ -116,17 +116,24 @@ def _make_table(
     if name == "claims":
         if folder is not None:
             return claims_table([(folder, claimed.get(folder, []))])
-        links = os.path.relpath(root / FOLDER, page.parent)
-        return claims_table(claimed.items(), links="" if links == "." else f"{links}/")
+        return claims_table(claimed.items(), _link(root, page))
+    if name == "verdicts":
+        return verdicts_table(claimed.items(), _link(root, page))
     if name == "chance":
         return describe_chance(claim for claims in claimed.values() for claim in claims)
     if name == "deviations":
         return deviations_table(root, folder)
     if name not in TABLES:
-        known = ", ".join((*TABLES, "claims", "chance", "deviations"))
+        known = ", ".join((*TABLES, "claims", "verdicts", "chance", "deviations"))
         raise ValueError(f"{page} asks for the table {name!r}; there are {known}.")
     claim, table = TABLES[name]
     return make_table(table, records, read_paper(root / FOLDER / claim))
+
+
+def _link(root: Path, page: Path) -> str:
+    """Return the path from a page to the folders of the claims, to put before their names."""
+    path = os.path.relpath(root / FOLDER, page.parent)
+    return "" if path == "." else f"{path}/"
 
 
 def write_pages(root: Path = ROOT) -> None:

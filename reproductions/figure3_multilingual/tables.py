@@ -122,8 +122,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             found = {figure.title: find_gain(seeds, figure, list_languages(seeds), same) for figure in figures}
             rows.append(
                 Claim(
-                    "one model of 102 languages beats one per language, at laptop scale (section 5)"
-                    f"; {depth.NOT_DRAWN}: {_OVER[group]}",
+                    "one model of 102 languages beats one per language, at laptop scale (section 5)",
                     "better on nearly all languages",
                     f"gain {_describe_languages(list_languages(seeds), records, setting)}: "
                     + "; ".join(
@@ -132,17 +131,18 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                         if interval is not None
                     ),
                     verdict=format_verdicts(found.items(), forms),
+                    scope=f"{depth.NOT_DRAWN}: {_OVER[group]}",
                 )
             )
         lines = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
         rows.append(
             Claim(
-                "the multilingual model's gain falls with the number of training pairs, at laptop scale (figure 3)"
-                f"; {depth.NOT_DRAWN}",
+                "the multilingual model's gain falls with the number of training pairs, at laptop scale (figure 3)",
                 "gains most on languages with few examples",
                 "; ".join(f"{title}: changes sign at {_describe_sign(line)}" for title, line in lines.items())
                 or NOT_RUN,
                 verdict=format_verdicts(((title, line.loss_per_doubling) for title, line in lines.items()), forms),
+                scope=depth.NOT_DRAWN,
             )
         )
     return [*rows, *depth.claims(records, paper)]

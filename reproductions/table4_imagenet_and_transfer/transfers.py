@@ -224,10 +224,11 @@ def _claim_help(what: str, gains: Mapping[str, Interval | None]) -> Claim:
     points = sorted(100 * gain.mean for gain in gains.values() if gain is not None)
     ends = dict.fromkeys(f"{value:+z.1f}" for value in (*points[:1], *points[-1:]))  # one, if they are alike
     return Claim(
-        f"pre-training helps {what}, at laptop scale; seeds are drawn, but neither test images nor pre-trainings",
+        f"pre-training helps {what}, at laptop scale",
         "not compared",
         f"{' to '.join(ends)} points of top-1" if points else NOT_RUN,
         verdict=format_verdicts(gains.items(), ".1%"),
+        scope="seeds are drawn, but neither test images nor pre-trainings",
     )
 
 

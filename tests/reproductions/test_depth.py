@@ -174,8 +174,8 @@ def test_a_model_whose_training_is_unfinished_is_in_one_verdict_and_not_in_the_o
     assert loss[-2:] == ["contradicted [-1.000, -1.000]", "reproduced [+1.000, +1.000]"]
     paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
     every, finished = claims(records, paper)
-    assert every.text.endswith(": 1 language with 100 training pairs")
-    assert finished.text.endswith(", without T(4, 128, 4), 64 wide, whose training is unfinished")
+    assert every.scope.endswith(": 1 language with 100 training pairs")
+    assert finished.scope.endswith(", without T(4, 128, 4), 64 wide, whose training is unfinished")
     assert (every.measured[:48], finished.measured[:48]) == (
         "gain with each doubling of the depth, 3 depths: ",
         "gain with each doubling of the depth, 2 depths: ",

@@ -169,7 +169,7 @@ def test_languages_of_a_small_test_set_are_left_out_of_a_second_table_and_claim_
     )
     assert said.endswith("The 1 have 100 training pairs, the other 1 have 300 training pairs.\n")
     every, claim = claims([*records, *few], PAPER)[1:3]
-    assert every.text.endswith("all languages that have both models") and claim.text.endswith(
+    assert every.scope.endswith("all languages that have both models") and claim.scope.endswith(
         "50 test sentences or more"
     )
     assert every.measured.startswith(
@@ -221,7 +221,7 @@ def test_a_claim_over_all_languages_leaves_none_out_and_writes_each_figure_in_it
         "chrF, beam 4: reproduced [+1.00, +1.00]",
     ]
     without = claims(runs, PAPER)
-    assert [claim.text.partition(": ")[2] for claim in without[1:3]] == ["all languages that have both models", ""], (
+    assert [claim.scope.partition(": ")[2] for claim in without[1:3]] == ["all languages that have both models", ""], (
         "once"
     )
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reproductions.claims import Claim, count_intervals, describe_chance, format_verdicts
+from reproductions.claims import Claim, count_intervals, describe_chance, format_verdicts, verdicts_table
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
+from tests.reproductions.translation_records import cells
 
 
 @pytest.mark.parametrize("gains", [(1.0, 2.0, 4.0), (-3.0, -2.5, -2.0, -2.2, -2.1)])
@@ -112,3 +113,20 @@ def test_the_intervals_of_the_claims_are_counted_with_the_verdicts_that_chance_m
     assert count_intervals(claims) == 4
     said = describe_chance(claims)
     assert "has 4 intervals" in said and "up to 0.2 of them would be expected to exclude zero" in said
+
+
+def test_a_short_table_has_a_row_per_claim_and_counts_the_verdicts_of_all_its_scopes() -> None:
+    good, bad = ({name: Interval(0.2, low, 0.3) for name in names} for names, low in (("ab", 0.1), ("c", -0.1)))
+    pages = {
+        "one": [
+            Claim("deep beats wide", "2", "1.5", "1.6", "1.7", format_verdicts(good.items(), ".1f"), "languages"),
+            Claim("deep beats wide", "2", "1.4", "1.6", "1.8", format_verdicts(bad.items(), ".1f"), "fewer languages"),
+            Claim("it fits", "yes", verdict=format_verdicts(good.items(), ".1f")),
+        ],
+        "two": [Claim("deep beats wide", "3")],
+    }
+    assert cells(verdicts_table(pages.items(), "../")) == [
+        ["[deep beats wide](../one)", "2", "1.5", "1.7", "reproduced 2 of 3, no difference found 1 of 3"],
+        ["[it fits](../one)", "yes", "not run", "", "reproduced"],
+        ["[deep beats wide](../two)", "3", "not run", "", "not run"],
+    ]
