@@ -37,4 +37,5 @@ Read the files in this order:
     manifest.py  manifest.json, parsed and validated   read.py      loading, exporting and verifying
     folder.py    which checkpoints there are           __main__.py  the command line: verify, describe, export
     errors.py    errors, raised on all processes
+    stale_statistics.py  batch norms whose statistics no evaluation has estimated
 """

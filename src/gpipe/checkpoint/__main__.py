@@ -1,7 +1,7 @@
 """Look at a checkpoint: python -m gpipe.checkpoint verify|describe|export PATH.
 
-PATH is a checkpoint's folder, a run's folder (for its latest checkpoint), a folder of runs (for the run that saved
-last), or a pointer such as checkpoints/best.
+PATH is a checkpoint's folder, a run's folder (for its latest checkpoint), a folder of runs (for the finished run that
+saved last, else the unfinished one), or a pointer such as checkpoints/best.
 """
 
 import argparse
