@@ -69,8 +69,8 @@ OF_TIMM = {
         eca_botnext26ts_256 swinv2_tiny_window8_256
     """,
 }
-# Their windows or tables of positions are made for one size.
-OF_TORCHVISION_AT = {"maxvit_t": 224}
+# The windows of the one are made for one size; the auxiliary head of the other needs a large map.
+OF_TORCHVISION_AT = {"maxvit_t": 224, "inception_v3": 299}
 _SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
 _T5_SIZES = {"num_layers": 4, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "vocab_size": 500}
 # A cache of keys and values, which training does without, is no tensor.

@@ -134,15 +134,17 @@ draw_all_activations()
 # GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** begins a micro-batch's backward
 # pass as soon as it can, so that stage $k$ never holds more than $K - k$ micro-batches. **Interleaved** 1F1B also gives
 # each device several shorter stages. With two, the bubble of equal stages halves, and the transfers double.
-# A plan for Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
+# **split_gpipe**, **zb_h1** and **zb_v** split backward passes, see the first notebook. A plan for Transformer-48 on
+# eight devices of 16 GB, with 32 micro-batches of one sequence:
 
 # %%
 draw_schedules()
 
 # %% [markdown]
-# Left: with re-materialisation, a micro-batch that waits is a small boundary input, so the schedule hardly matters for
-# memory. Right: without recomputation, steps are faster, but GPipe overflows the devices. 1F1B and its interleaved
-# variant fit. The early stages hold most, because they wait longest for their gradients.
+# Left: with re-materialisation, a micro-batch that waits is a small boundary input, so among GPipe, 1F1B and its
+# interleaved variant the schedule hardly matters for memory. ZB-H1 and ZB-V hold what the gradients of weights wait for.
+# Right: without recomputation, steps are faster, but GPipe overflows the devices, split or not. The others fit. With
+# 1F1B the early stages hold most, because they wait longest for their gradients.
 #
 # ### Can the plan be trusted?
 #
@@ -176,11 +178,11 @@ draw_table2()
 # %% [markdown]
 # With one micro-batch, more stages gain next to nothing: one works, the others wait. With $M = 32$ the Transformer
 # follows the law, on the paper's TPUs as in our plans. With $M = 4$ the paper is above what the law allows for any
-# GPipe schedule if a sequence takes as long in every cell; we do not know why.
+# GPipe schedule if a sequence takes as long for every $K$; we do not know why.
 #
 # AmoebaNet falls short of the law, as its layers differ. How far depends on the cut: by the seconds of the layers it
-# comes near torchgpipe's crosses, by their FLOPs nearer to the paper's diamonds. How many of a model's cells are
-# within 20 % of the paper's, without the base, which is 1 by definition (cell by cell in [Table
+# comes near torchgpipe's crosses, by their FLOPs nearer to the paper's diamonds. How many of a model's speed-ups are
+# within 20 % of the paper's, without the base, which is 1 by definition (one by one in [Table
 # 2](../reproductions/table2_throughput/README.md)):
 
 
@@ -232,9 +234,9 @@ for model in slow:
 # %% [markdown]
 # ### Which batch?
 #
-# A speed-up depends on what is kept the same. The mini-batch may **grow** with $M$ (micro-batches of 4 examples in
-# every cell), be **equal** in every cell (so that micro-batches shrink), or be as large as **fits**. The paper does not
-# say what it did; torchgpipe's table has another batch in every cell. Simulated, for $M = 32$:
+# A speed-up depends on what is kept the same. The mini-batch may **grow** with $M$ (all micro-batches have 4
+# examples), be **equal** for every $M$ (so that micro-batches shrink), or be as large as **fits**. The paper does not
+# say what it did; torchgpipe's batch differs for every $K$ and $M$. Simulated, for $M = 32$:
 
 # %%
 if simulated:

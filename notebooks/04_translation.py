@@ -152,7 +152,7 @@ show_answers(claims(records, paper), "one model of 102 languages")
 # than the paper's data would. The test sentences are shared, too: what they favour by chance is in no interval. The
 # README has one row per language.
 #
-# **What would change the answer:** more seeds, longer trainings of the bilingual models, many of which still improved
+# **What would change the answer:** more seeds, longer trainings of the bilingual models, some of which still improved
 # at their last step, and languages with more text, where the paper's gain ends.
 #
 # ## 3. Deep or wide

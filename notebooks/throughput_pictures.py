@@ -182,7 +182,7 @@ def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, co
 
 
 def count_near(speed_ups: Mapping[Key, float], title: str) -> str:
-    """Say how many of a model's cells beside the base are within 20 % of the paper's."""
+    """Say how many of a model's speed-ups beside the base are within 20 % of the paper's."""
     known = {key: value for key, value in speed_ups.items() if key[0] == title and value > 0}
     return count_near_cells(known, [row for row in paper[SPEED] if row["title"] == title])
 

@@ -159,7 +159,7 @@ def beside_paper(
 
 
 def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], table: str) -> Claim:
-    """Return how many cells of the paper's table are within 20 % of the paper's speed-up: a row of the claims.
+    """Return how many numbers of the paper's table are within 20 % of the paper's speed-up: a row of the claims.
 
     Args:
         records: of all claims.
@@ -173,18 +173,18 @@ def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str,
         for models in (find_grid(records, experiments[0], kind) for kind in ("simulated", "planned"))
     )
     text = f"speed-ups within {TOLERANCE:.0%} of the paper's ({table})"
-    return Claim(text, f"{len(compared_rows(paper))} cells", measured or NOT_RUN, simulated, planned)
+    return Claim(text, f"{len(compared_rows(paper))} numbers", measured or NOT_RUN, simulated, planned)
 
 
 def count_near(speed_ups: Mapping[Key, float], paper: Paper) -> str:
-    """Say how many of the compared cells are within 20 % of the paper's; nothing where there is no speed-up."""
+    """Say how many of the compared numbers are within 20 % of the paper's; nothing where there is no speed-up."""
     rows = compared_rows(paper)
     near = sum(abs(speed_ups.get(key_of(row), 0) / float(row["speed_up"]) - 1) <= TOLERANCE for row in rows)
     return f"{near} of {len(rows)}" if speed_ups else ""
 
 
 def compared_rows(paper: Paper) -> list[Mapping[str, str]]:
-    """Return the cells to compare: not those that are the base of the speed-ups, which are 1 by definition."""
+    """Return the rows to compare: not those that are the base of the speed-ups, which are 1 by definition."""
     return [row for row in paper if float(row["speed_up"]) != 1]
 
 

@@ -43,12 +43,13 @@ def traced_share(record: Record) -> str:
 
 @_TRACED_MODELS.table
 def traced_models(record: Record) -> str:
-    """Return each architecture, the number of layers, whether it has the same bits, and the balance."""
+    """Return each architecture, the number of layers or why there are none, whether bits are the same, and the balance."""
     rows = []
     for model in record.results["models"]:
         name = f"{model['library']}: {model['model']}"
         if "refused" in model:
-            rows.append([name, "refused", "", *[""] * len(STAGES)])
+            where, _, _ = model["refused"].partition(": ")[2].partition("; ")
+            rows.append([name, "refused", f"`{where}`", *[""] * len(STAGES)])
             continue
         same = f"no: {model['differs']}" if model["differs"] else "yes"
         balances = [model["balance"][str(k)] for k in STAGES]

@@ -134,7 +134,7 @@ def test_the_claims_have_a_column_for_each_kind() -> None:
     both_cuts = "cut by seconds: 5.00; cut by FLOPs: 3.50"
     assert (amoebanet.paper, amoebanet.measured, amoebanet.planned) == ("4", "4.50", both_cuts)
     both_cuts = "cut by seconds: 0 of 3; cut by FLOPs: 1 of 3"
-    assert (near.paper, near.measured, near.simulated, near.planned) == ("3 cells", "1 of 3", "", both_cuts)
+    assert (near.paper, near.measured, near.simulated, near.planned) == ("3 numbers", "1 of 3", "", both_cuts)
     assert {claim.verdict for claim in claims([planned], paper)} == {"not run"}
 
 

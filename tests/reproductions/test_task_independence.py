@@ -1,4 +1,4 @@
-"""The page of task independence names the families of timm that were left out."""
+"""The page of task independence names what was left out and what was refused."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,8 @@ import timm
 from timm.models import _registry as registry
 
 from experiments.traced_models import OF_TIMM
+from gpipe.records import make_record
+from reproductions.task_independence.tables import traced_models
 
 PAGE = Path(__file__).parents[2] / "reproductions" / "task_independence" / "README.md"
 MOST = 60e6
@@ -27,6 +29,16 @@ def list_left_out() -> dict[str, list[str]]:
             families.setdefault(registry._model_to_module[name], []).append(name)
     tried = {name for names in OF_TIMM.values() for name in names.split()}
     return {family: names for family, names in families.items() if not tried & {*names}}
+
+
+def test_a_refused_model_is_shown_with_the_place_and_the_reason() -> None:
+    error = "A cannot be cut into layers: <...>/a.py, line 2: decides by self.training; name the submodule"
+    model = {"library": "timm", "model": "a", "refused": error}
+    record = make_record(
+        kind="measured", command="c", experiment="traced_models", config={}, seed=0, results={"models": [model]}
+    )
+    row = "| timm: a | refused | `<...>/a.py, line 2: decides by self.training` |  |  |  |"
+    assert row in traced_models([record]).splitlines()
 
 
 def test_the_page_names_each_family_that_was_left_out() -> None:
