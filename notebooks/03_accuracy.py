@@ -133,8 +133,8 @@ show(
 # **Question:** does pre-training help, with all images of another set and with few? **Method:** a small AmoebaNet-B is
 # pre-trained on photographs of clothes, then fine-tuned on handwritten digits. Beside it, the same model learns the
 # digits from scratch, with the same steps and seeds, so that each seed makes a pair. The settings are the same but for
-# the learning rate, which 100 other images choose for each start. This is the paper's path with small data. It says nothing about the
-# paper's numbers. The first table has the budget and the tuning of each study.
+# the learning rate, which 100 other images choose for each start. This is the paper's path with small data. It says
+# nothing about the paper's numbers. The first table has the budget and the tuning of each study.
 
 
 # %%
@@ -160,8 +160,8 @@ show(transfer_steps(records))
 show_answers(claims(records, paper), "pre-training helps")
 
 # %% [markdown]
-# Most seeds of a row share one checkpoint, and all share one set of test images. The intervals therefore measure the chance in
-# training and in the draw of images, not how another pre-training would do.
+# Most seeds of a row share one checkpoint, and all share one set of test images. The intervals therefore measure the
+# chance in training and in the draw of images, not how another pre-training would do.
 #
 # **What would change the answer:** a pre-training on more than 6,000 photographs, or on images that resemble the
 # target.
