@@ -142,9 +142,9 @@ draw_schedules()
 
 # %% [markdown]
 # Left: with re-materialisation, a micro-batch that waits is a small boundary input, so among GPipe, 1F1B and its
-# interleaved variant the schedule hardly matters for memory. ZB-H1 and ZB-V hold what the gradients of weights wait for.
-# Right: without recomputation, steps are faster, but GPipe overflows the devices, split or not. The others fit. With
-# 1F1B the early stages hold most, because they wait longest for their gradients.
+# interleaved variant the schedule hardly matters for memory. ZB-H1 and ZB-V also hold what the gradients of weights
+# need. Right: without recomputation, steps are faster, but GPipe overflows the devices, split or not. The others fit.
+# With 1F1B the early stages hold most, because they wait longest for their gradients.
 #
 # ### Can the plan be trusted?
 #

@@ -43,7 +43,7 @@ def traced_share(record: Record) -> str:
 
 @_TRACED_MODELS.table
 def traced_models(record: Record) -> str:
-    """Return each architecture, the number of layers or why there are none, whether bits are the same, and the balance."""
+    """Return each architecture, the number of layers, whether it has the same bits, and the balance, or why none."""
     rows = []
     for model in record.results["models"]:
         name = f"{model['library']}: {model['model']}"
