@@ -1,1 +1,1 @@
-"""The processes of a job: who they are, how they agree, and what is said when one fails."""
+"""The processes of a job: who they are, how they agree, and how a failure of one reaches all."""
