@@ -56,7 +56,7 @@ def test_lines_of_records_come_back_in_order(tmp_path: Path) -> None:
 def test_a_folder_gives_every_record_below_it(tmp_path: Path) -> None:
     for seed in (1, 0):
         write_record(tmp_path / "table" / str(seed) / RECORD_FILE, replace(some_record(), seed=seed))
-    assert [record.seed for record in read_records(tmp_path)] == [0, 1]
+    assert [record.seed for record in read_records(str(tmp_path))] == [0, 1]
 
 
 @pytest.mark.parametrize(

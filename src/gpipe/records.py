@@ -289,13 +289,14 @@ def append_record(path: Path, record: Record) -> None:
         file.write(line)
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: str | Path) -> list[Record]:
     """Read a .jsonl file (one record per line), a .json file (one record), or every record.json below a folder.
 
     Raises:
         ValueError: A record is invalid; the message names the file, the line and the fault.
         FileNotFoundError: There is no such path.
     """
+    path = Path(path)
     if path.is_dir():
         return [record for file in sorted(path.rglob(RECORD_FILE)) for record in read_records(file)]
     text = path.read_text(encoding="utf-8")

@@ -72,9 +72,10 @@ class Clone:
             "import runpy, sys\nrunpy.run_module(sys.argv.pop(1), None, '__main__', True)\n"
         )
         (folder / "sentences.txt").write_text("Guten Morgen!\n")
-        own = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "training.md").read_text("utf-8"), re.DOTALL)
-        assert own is not None
-        (folder / "conf" / "experiment" / "mine.yaml").write_text(own[1])
+        for page, name in (("training.md", "mine"), ("sweeps.md", "mine_sweep")):
+            own = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL)
+            assert own is not None
+            (folder / "conf" / "experiment" / f"{name}.yaml").write_text(own[1])
 
     def run(self, command: str, *more: str) -> str:
         """Run a Python program as a command says, with more arguments, and return what it prints."""
@@ -203,7 +204,7 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     ),
     (r"echo .* \| python translate\.py .*", is_tested_by("tests/programs/test_translate.py")),
     (r"python predict\.py .*", is_tested_by("tests/programs/test_predict.py")),
-    (r"wandb sync", is_tested_by("tests/training/test_tracking.py")),
+    (r"wandb sync( .*)?", is_tested_by("tests/training/test_tracking.py")),
     (r"python train\.py evaluate=(<run>|.* data=.*)", is_tested_by("tests/programs/test_evaluate.py")),
     (r".*runs/image_classification_laptop.*", is_tested_by(TIMM)),
     (r"python train\.py evaluate=.*", runs()),
@@ -216,7 +217,7 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (rf"python train\.py \+experiment=({IMAGES}|{TRANSLATION})", trains),
     (r"python train\.py trainer\.max_steps=3", runs(*SHORT, *SMALL)),
     (r"python train\.py \+experiment=transfer_laptop data=digits init_from=.*", runs(*QUICK, *SMALL, *UNSCORED)),
-    (r"python train\.py \+experiment=mine", runs("trainer.dry_run=true")),
+    (r"python train\.py (-m )?\+experiment=mine(_sweep)?", runs("trainer.dry_run=true")),
     (r"python (train|plan)\.py (--help|--cfg job)", runs()),
     (r"python train\.py .* trainer\.dry_run=true", runs()),
     (r"python train\.py .* pipeline=auto", runs("trainer.dry_run=true")),

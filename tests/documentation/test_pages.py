@@ -61,6 +61,16 @@ def test_the_example_of_a_model_that_is_no_sequence_trains(tmp_path: Path) -> No
     assert re.fullmatch(r"\d+\.\d+ True\n", run_code(tmp_path, find_code("docs/library.md", "traced")))
 
 
+def test_the_example_of_a_loop_saves_and_resumes(tmp_path: Path) -> None:
+    printed = run_code(tmp_path, find_code("docs/library.md", "loop"))
+    assert re.fullmatch(r"\d+\.\d+ \d+\.\d+ torch\.Size\(\[8, 10\]\)\n", printed)
+
+
+def test_the_example_of_a_timeline_draws_it(tmp_path: Path) -> None:
+    assert run_code(tmp_path, find_code("docs/library.md", "timeline")) == ""
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_the_example_of_compiled_layers_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\n", run_code(tmp_path, find_code("docs/library.md", "compiled")))

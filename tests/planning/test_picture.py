@@ -30,7 +30,7 @@ def test_the_picture_is_a_png_that_fits_a_page(num_timelines: int, tmp_path: Pat
 def test_every_box_that_is_wide_enough_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")  # texts stay texts
     wide, narrow = (simulate(gpipe_schedule(2, count), lambda task: 1.0) for count in (3, 400))
-    plot({"wide": wide}, tmp_path / "wide.svg")
+    plot({"wide": wide}, str(tmp_path / "wide.svg"))
     plot({"wide": wide, "narrow": narrow}, tmp_path / "both.svg")
     numbers = [re.findall(r">(\d+)</text>", (tmp_path / name).read_text()) for name in ("wide.svg", "both.svg")]
     ticks = [str(round(tick)) for tick in range(0, 30000, 5000)]

@@ -38,7 +38,7 @@ def test_the_first_step_stands_beside_its_plan_stage_by_stage() -> None:
     title, *stages, step = compare_with_plan(plan, Timeline(tuple(events), 2, (0, 1))).splitlines()
     assert title == "milliseconds per micro-batch, measured (planned):"
     assert stages == ["stage 0: forward 4 (2), backward 6.5 (4)", "stage 1: forward 3 (2), backward 5 (4)"]
-    assert step.startswith("all tasks 18.5 (12")
+    assert step.startswith("the step, from its first task to its last: 18.5 (12")
 
 
 def test_five_settings_are_printed_with_peak_and_bubble_and_why_each_lost() -> None:

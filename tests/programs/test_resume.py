@@ -52,6 +52,20 @@ def test_one_that_has_saved_something_comes_before_a_newer_one_that_has_not(tmp_
         assert folder == saved
 
 
+def test_one_with_another_number_of_stages_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path / "1")  # without a checkpoint there is no state to start from
+    saved = leave(tmp_path / "2")
+    for other in (saved, leave(tmp_path / "3", "seed=1")):
+        (other / "checkpoints" / "step-00000002").mkdir(parents=True)
+    with resume_folder(run_of("pipeline.num_stages=3"), tmp_path / "4") as folder:
+        assert folder == tmp_path / "4"
+    said = capsys.readouterr().out
+    assert said.startswith(f"{saved} is unfinished, but pipeline.num_stages is 2 there, 3 here: this run is a new one")
+    assert said.endswith(f"(trainer.resume_from={saved} starts from its state)\n")
+    with resume_folder(run_of("pipeline.num_stages=3", f"trainer.resume_from={saved}"), tmp_path / "4"):
+        assert capsys.readouterr().out == ""
+
+
 def test_one_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path / "1")
     with resume_folder(run_of(), tmp_path / "2") as first, resume_folder(run_of(), tmp_path / "3") as second:

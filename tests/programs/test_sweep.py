@@ -213,7 +213,8 @@ def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.Ca
     assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.batch_size=0"), Training()) is None
     outcome = outcome_in(folder)
     assert outcome.status == "failed" and str(outcome.reason).startswith("trainer.batch_size is 0")
-    assert "error: trainer.batch_size is 0" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.out.startswith("\njob: ") and "error: trainer.batch_size is 0" in said.err
 
 
 def test_the_table_shows_what_differs_in_the_order_of_its_values(

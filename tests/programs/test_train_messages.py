@@ -85,6 +85,13 @@ def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, 
     assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
 
 
+def test_a_setting_of_another_data_set_names_its_group(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "data.validation_share=0.1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: data.validation_share is unknown, expected one of ")
+    assert done.stderr.endswith(": correct its name, or choose the data=... that has it.\n")
+
+
 def test_hydras_own_help_is_printed(tmp_path: Path) -> None:
     done = start(tmp_path, "--hydra-help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -157,7 +157,9 @@ def _sentence(error: Exception) -> str:
         if node is not None and _takes_any_name(node):
             return f"{name} is not set yet: add it with a plus, +{name}=..., a word of its own."
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
-        return f"{unknown['key']} is unknown{there}: correct its name."
+        group = unknown["key"].partition(".")[0]
+        choice = f", or choose the {group}=... that has it" if group in ("data", "model", "optimizer") else ""
+        return f"{unknown['key']} is unknown{there}: correct its name{choice}."
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
         reason = str(error.__cause__).partition("\n")[0]
         word = message.removeprefix("Error merging override ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Timeline:
         placement: the device of each stage; None: stage s is on device s % P.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = field(repr=False)
     num_devices: int
     placement: tuple[int, ...] | None = None
 

@@ -18,7 +18,7 @@ COLORS = {
 _DIGIT_WIDTH = 0.0085  # of the picture's, with some room
 
 
-def plot(timelines: dict[str, Timeline], path: Path) -> None:
+def plot(timelines: dict[str, Timeline], path: str | Path) -> None:
     """Draw timelines below each other on one scale of time, one row per device; write a PNG, or an SVG if so named.
 
     Args:
@@ -39,7 +39,7 @@ def plot(timelines: dict[str, Timeline], path: Path) -> None:
     found = {event.task.kind for timeline in timelines.values() for event in timeline.events}
     handles = [axes[0].barh(0, 0, color=COLORS[kind], label=kind.words) for kind in Kind if kind in found]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
-    undated: dict[str, Any] | None = {"Date": None} if path.suffix == ".svg" else None
+    undated: dict[str, Any] | None = {"Date": None} if Path(path).suffix == ".svg" else None
     figure.savefig(path, dpi=144, metadata=undated)
 
 

@@ -85,7 +85,7 @@ def print_choices(
             f"{setting.schedule}{shared}",
             str(setting.num_microbatches),
             str(setting.rematerialize) if plan.kept_graphs is None else "what does not fit",
-            f"{plan.step_seconds:.3g}",
+            _readable(plan.step_seconds),
             gib(plan.peak_bytes),
             f"{plan.timeline.bubble:.1%}",
             "chosen" if plan is plans[0] else _explain_loss(plans[0], plan),
@@ -123,12 +123,13 @@ def compare_with_plan(plan: Plan, measured: Timeline) -> str:
     lines = []
     for stage, planned in enumerate(plan.stages):
         parts = [
-            f"{kind.words} {1e3 * fmean(seconds[stage, kind]):.3g} ({1e3 * planned.seconds(kind):.3g})"
+            f"{kind.words} {_readable(1e3 * fmean(seconds[stage, kind]))} ({_readable(1e3 * planned.seconds(kind))})"
             for kind in Kind
             if (stage, kind) in seconds
         ]
         lines.append(f"stage {stage}: {', '.join(parts)}")
-    step = f"all tasks {1e3 * measured.makespan_seconds:.3g} ({1e3 * plan.timeline.makespan_seconds:.3g})"
+    whole = [_readable(1e3 * timeline.makespan_seconds) for timeline in (measured, plan.timeline)]
+    step = f"the step, from its first task to its last: {whole[0]} ({whole[1]})"
     return "\n".join(["milliseconds per micro-batch, measured (planned):", *lines, step])
 
 
@@ -208,8 +209,8 @@ def _totals(plan: Plan) -> str:
     return (
         f"{_describe_parameters(plan)}. {_describe_devices(plan)}: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
-        f"Planned step: {seconds:.3g} s, {plan.batch_size / seconds:.3g} examples/s; {bubble}the slowest stage is "
-        f"{plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
+        f"Planned step: {_readable(seconds)} s, {_readable(plan.batch_size / seconds)} examples/s; {bubble}the slowest "
+        f"stage is {plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
         f"{plan.utilization:.1%}."
     )
 

@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from gpipe.config import ConfigError, Resume, RunConfig, read_yaml, to_plain
 from gpipe.durable_files import locked
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
-from gpipe.records import RECORD_FILE, differences, same_training
+from gpipe.records import RECORD_FILE, RESUMED_MAY_DIFFER, differences, same_training
 
 CONFIG_FILE = "config.yaml"
 _STARTS_FILE = "started_from.txt"
@@ -74,7 +75,20 @@ def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | No
                 held.push(tried.pop_all())
                 _announce(path, "trainer.resume=never starts anew")
                 return path
+    if run.trainer.resume_from is None:
+        _mention_resumable(to_plain(run), folder.parent)
     return None
+
+
+def _mention_resumable(own: dict[str, Any], runs: Path) -> None:
+    """Name the newest unfinished run whose state this one could take, such as one with another number of stages."""
+    for path in sorted((path.parent for path in runs.glob(f"*/{CONFIG_FILE}")), reverse=True):
+        saved = {} if (path / RECORD_FILE).exists() or not _has_saved(path) else read_yaml(path / CONFIG_FILE)
+        if (found := differences(saved, own)) and not differences(saved, own, RESUMED_MAY_DIFFER):
+            with suppress(FolderHeld), hold(path):
+                remedy = f"trainer.resume_from={path} starts from its state"
+                print(f"{path} is unfinished, but {'; '.join(found)}: this run is a new one ({remedy})")
+                return
 
 
 def _hold_new(folder: Path, held: ExitStack) -> Path:

@@ -87,6 +87,7 @@ def _run_held_job(
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
         reason = redact(str(error))
+        print(f"\njob: {label}", flush=True)
         print(f"error: {reason}", file=sys.stderr, flush=True)
         write_outcome(folder, made("failed", reason=reason))
         return None

@@ -1,5 +1,6 @@
 """Text to token ids and back, by a SentencePiece model with this project's special ids."""
 
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -139,8 +140,10 @@ class Tokenizer:
         except RuntimeError as error:
             too_few = "required_chars" in str(error)
             remedy = "raise it" if too_few else "lower it, or give more text"
-            need = "too few for their characters" if too_few else "more than they have pieces"
+            need = "fewer than their characters need" if too_few else "more than they have pieces"
+            limit = re.search(r"(?:vs|<=) (\d+)", str(error))
+            expected = f", expected at {'least' if too_few else 'most'} {limit[1]}" if limit else ""
             raise ValueError(
-                f"these lines cannot make a vocabulary of {vocabulary_size} tokens, {need}: {remedy}."
+                f"these lines cannot make a vocabulary of {vocabulary_size} tokens, {need}{expected}: {remedy}."
             ) from error
         return cls(path)
