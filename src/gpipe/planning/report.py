@@ -210,8 +210,8 @@ def _totals(plan: Plan) -> str:
         f"{_describe_parameters(plan)}. {_describe_devices(plan)}: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
         f"Planned step: {_readable(seconds)} s, {_readable(plan.batch_size / seconds)} examples/s; {bubble}the slowest "
-        f"stage is {plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
-        f"{plan.utilization:.1%}."
+        f"stage is {plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs "
+        f"utilisation {plan.utilization:.1%}."
     )
 
 
