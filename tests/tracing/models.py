@@ -28,6 +28,14 @@ def of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: torchvision.models.get_model(name, weights=None, num_classes=5, **options)
 
 
+class Parts(nn.Module):
+    """Three linear layers, for models that tests make of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+
 class TwoInputs(nn.Module):
     """Has keyword arguments, several outputs, a parameter used twice, and constants, one of which follows the batch."""
 

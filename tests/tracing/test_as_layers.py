@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,3 +165,71 @@ def test_no_cut_lies_between_two_uses_of_a_batch_norm() -> None:
         assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
     # One update on both inputs, where the plain layer makes two.
     assert int(model.encode[1].num_batches_tracked) == 1
+
+
+class Nested(nn.Module):
+    """Returns its output as a function nests it."""
+
+    def __init__(self, nest: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.nest = nest
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.nest(x)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda x: {"a": {"b": x}},
+        lambda x: [x],
+        lambda x: (x, [x + 1, {"a": (x[:, :2], None)}]),
+        lambda x: OrderedDict(out=x, none=None),
+    ],
+)
+def test_outputs_are_nested_as_the_models_are(nest: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Nested(nest), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:3])
+    found = gpipe.Pipeline(layers, lambda outputs, _: outputs, [len(layers)], 2).evaluate(x)
+    assert len(layers) > 1
+    assert_nested_alike(found, model(x))
+
+
+def assert_nested_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.allclose(found, expected, atol=1e-6)
+        return
+    assert type(found) is (dict if isinstance(expected, dict) else type(expected))
+    if expected is not None:
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_nested_alike(found[key], expected[key])
+
+
+class OddNames(nn.Module):
+    """Has buffers of names that layers give to what they add, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        for number, name in enumerate(("constant_0", "unused_0", "other")):
+            self.register_buffer(name, torch.full((3,), 2.0 + number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * torch.tensor([1.0, 2.0, 3.0]) + self.constant_0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+def test_names_of_a_model_are_its_own_whatever_layers_add() -> None:
+    model, x = OddNames(), torch.randn(5, 3)
+    layers = gpipe.as_layers(model, x[:2])
+    assert torch.equal(layers(x), model(x))
+    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    found = layers.model_state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

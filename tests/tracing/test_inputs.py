@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gpipe
+from gpipe.tracing.errors import TracingError
+from tests.tracing.models import Parts, build, images
 
 
 @pytest.mark.parametrize(
@@ -217,3 +222,61 @@ def test_a_transformer_of_torch_takes_texts_of_any_length() -> None:
     texts = torch.randn(3, 7, 8), torch.randn(3, 4, 8)
     with torch.no_grad():
         assert torch.equal(layers(texts), model(*texts))
+
+
+@pytest.mark.parametrize(("part", "said"), [(np.zeros(3), "a value of type ndarray"), (2, "2"), ("a", "'a'")])
+def test_an_example_of_something_else_than_tensors_is_refused_whole(part: Any, said: str) -> None:
+    message = (
+        f"the example has {said}, and layers take tensors and None; give torch.as_tensor of an array, and make a "
+        "number or a name a part of the model"
+    )
+    with pytest.raises(TracingError, match=f"^{message}$"):
+        gpipe.as_layers(nn.Linear(3, 3), (torch.zeros(2, 3), part))
+
+
+class Attending(nn.Module):
+    """Attends under a mask that belongs to no example, along the first dimension; the examples are the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x.reshape(len(mask), x.shape[1], 8)
+
+
+def test_a_mask_of_no_example_reaches_every_layer_of_every_micro_batch() -> None:
+    torch.manual_seed(0)
+    model, x, targets = Attending(), torch.randn(5, 6, 8), torch.randn(5, 6, 8)
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    plain = copy.deepcopy(model)
+    layers = gpipe.as_layers(model, (gpipe.split_along(x, 1), gpipe.replicated(mask)))
+    assert len(layers) > 2
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, gpipe.partition_layers([1] * len(layers), 2), 3, output_dimension=1)
+    report = pipeline.train_step(((gpipe.split_along(x, 1), gpipe.replicated(mask)), gpipe.split_along(targets, 1)))
+    for part, aims in zip(x.split(2, dim=1), targets.split(2, dim=1), strict=True):
+        (F.mse_loss(plain(part, mask), aims) / 3).backward()
+    assert torch.allclose(torch.as_tensor(report.loss), F.mse_loss(plain(x, mask), targets))
+    for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and torch.allclose(parameter.grad, twin.grad, atol=1e-7), name
+
+
+def test_the_example_may_be_on_another_device_than_the_model() -> None:
+    layers = gpipe.as_layers(build("ViT").to("meta"), images())
+    other = gpipe.as_layers(build("ViT").to("meta"), images().to("meta"))
+    assert [str(layer) for layer in layers] == [str(layer) for layer in other] and len(layers) > 1
+    assert {parameter.device.type for parameter in layers.parameters()} == {"meta"}
+
+
+def test_a_part_of_an_example_is_a_tensor_or_none() -> None:
+    class Optional(Parts):
+        def forward(self, x: Tensor, more: Tensor | None) -> Tensor:
+            return self.b(self.a(x) if more is None else more)
+
+    model, x = Optional(), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, (x[:2], None))
+    assert torch.equal(layers((x, None)), model(x, None))
+    with pytest.raises(TracingError, match=r"the example has 3.0, and layers take tensors and None"):
+        gpipe.as_layers(model, (x, 3.0))

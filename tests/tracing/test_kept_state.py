@@ -1,0 +1,260 @@
+"""What a model keeps stays its own: tensors that its code makes, buffers, attributes and hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.tracing.errors import TracingError
+from tests.tracing.models import Parts
+
+
+class Remembers(nn.Module):
+    """Keeps a table, counts in a buffer, and may keep what it saw last."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.linear, self.table, self.what = nn.Linear(3, 3), None, what
+        self.last: Any = None
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1])
+        self.seen += 1
+        x = self.linear(x) + self.table + self.seen
+        if self.what == "attribute":
+            self.last = x
+        if self.what == "buffer":
+            self.seen = self.seen.clone()
+        return x
+
+
+def test_a_model_keeps_nothing_of_being_recorded_and_its_layers_count_as_it_does() -> None:
+    model = Remembers()
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert model.table is None and torch.equal(model.seen, torch.zeros(3))
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model.seen, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("what", ["attribute", "buffer"])
+def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> None:
+    name = {"attribute": "last", "buffer": "seen"}[what]
+    with pytest.raises(
+        TracingError,
+        match=rf"test_kept_state\.py, line \d+: puts a tensor into its attribute or buffer {name}, which a layer",
+    ):
+        gpipe.as_layers(Remembers(what), torch.zeros(2, 3))
+    model = nn.Sequential(Remembers(what), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Remembers"] and model[0].last is None
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model[0].seen, plain[0].seen)
+
+
+class Keeps(nn.Module):
+    """Puts what it computed where a loss may find it."""
+
+    def __init__(self, attribute: Any, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.kept, self.keep = nn.Linear(3, 3), attribute, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.keep(self, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("attribute", "keep"),
+    [
+        ([], lambda self, x: self.kept.append(x)),
+        (deque(maxlen=1), lambda self, x: self.kept.append(x)),
+        ({}, lambda self, x: self.kept.update(x=x)),
+        (set(), lambda self, x: self.kept.add(x)),
+        ({"x": []}, lambda self, x: self.kept["x"].append(x)),
+        (None, lambda self, x: setattr(self, "kept", (x, x))),
+    ],
+)
+def test_what_keeps_what_it_computed_in_a_nest_is_one_operation_or_refused(
+    attribute: Any, keep: Callable[[Any, Tensor], Any]
+) -> None:
+    model, before = Keeps(attribute, keep), copy.deepcopy(attribute)
+    with pytest.raises(
+        TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a layer"
+    ):
+        gpipe.as_layers(model, torch.zeros(2, 3))
+    layers = gpipe.as_layers(nn.Sequential(model, nn.Linear(3, 3)), torch.zeros(2, 3))
+    assert layers.leaves == ["Keeps"] and model.kept == before
+    layers(torch.ones(4, 3))
+    assert model.kept != before
+
+
+class Mixture(nn.Module):
+    """Clears a list that its submodules share and append to, and may use up what is in it."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__()
+        self.kept, self.uses = list[Tensor](), uses
+        self.parts = nn.ModuleList(Keeps(self.kept, lambda self, x: self.kept.append(x)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        for part in self.parts:
+            x = part(x)
+        while self.uses and self.kept:
+            x = x + self.kept.pop()
+        return x
+
+
+def test_a_list_that_submodules_share_is_seen_where_it_is_used_up_and_refused_where_something_is_left() -> None:
+    model, x = Mixture(uses=True), torch.randn(5, 3)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+    with pytest.raises(TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a"):
+        gpipe.as_layers(Mixture(uses=False), x)
+
+
+def test_a_tensor_that_a_submodule_of_one_operation_left_in_an_attribute_is_no_constant() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Remembers("attribute")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) + self.part.last
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Looks()), torch.randn(5, 3)
+    layers, plain = gpipe.as_layers(model, x[:2]), copy.deepcopy(model)
+    assert layers.leaves == ["Looks", "Remembers"] and torch.equal(layers(x), plain(x))
+    with pytest.raises(TracingError, match=r"py, line \d+: uses what a submodule that is one operation has left in an"):
+        gpipe.as_layers(Looks(), x)
+
+
+class Held(nn.Module):
+    """Two layers, and something that it only holds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.held = nn.Linear(4, 4), nn.Linear(4, 4), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Immutable(dict[str, int]):
+    """A dict that lets nobody change it."""
+
+    def clear(self) -> None:
+        raise RuntimeError("immutable")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [lambda: torch.jit.script(nn.Linear(4, 4)), lambda: {"options": Immutable(size=3)}, lambda: [[1], (2, [3])]]
+)
+def test_what_a_model_only_holds_is_no_reason_to_refuse_it(make: Callable[[], Any]) -> None:
+    model, x = Held(make()), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x)
+    assert len(layers) > 1 and torch.equal(layers(x), model(x))
+
+
+class Filling(Parts):
+    """Fills a tensor that it makes, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 4) if self.how == "of another" else torch.zeros(len(x), 4)
+        y = self.a(x)
+        if self.how == "assigned":
+            out[:, :2] = y[:, :2]
+        elif self.how == "method":
+            out.add_(y)
+        else:
+            for layer in (self.a, self.b):
+                out += layer(x)
+        return self.c(y) + out
+
+
+@pytest.mark.parametrize("how", ["assigned", "method", "added to"])
+def test_a_tensor_that_code_makes_and_fills_is_refused(how: str) -> None:
+    with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):
+        gpipe.as_layers(Filling(how), torch.randn(3, 4))
+
+
+class Accumulates(nn.Module):
+    """Changes a tensor that it is given."""
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.mean(0)
+        return x * total
+
+
+class Fills(nn.Module):
+    """Makes a tensor, which a submodule or a function changes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.accumulates = how, nn.Linear(4, 4), Accumulates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.how == "submodule":
+            return self.accumulates(y, torch.zeros(4))
+        places = (y.argmax(1),)
+        return y * torch.index_put_(torch.zeros(4), places, torch.ones(()), accumulate=True)
+
+
+@pytest.mark.parametrize("how", ["submodule", "function"])
+def test_a_tensor_that_code_makes_and_lets_another_fill_is_refused(how: str) -> None:
+    with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):
+        gpipe.as_layers(Fills(how), torch.randn(3, 4))
+
+
+def test_a_tensor_made_from_another_may_be_filled() -> None:
+    model, x = Filling("of another"), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    for _ in range(2):
+        assert torch.equal(layers(x), model(x))
+
+
+class Remembering(Parts):
+    """Registers a hook and changes attributes when it runs."""
+
+    def __init__(self, *, hooks: bool) -> None:
+        super().__init__()
+        self.seen, self.names, self.hooks = torch.zeros(1), list[str](), hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.names.append("called")
+        if self.hooks and not self.a._forward_hooks:
+            self.a.register_forward_hook(lambda _, __, outputs: outputs + 1)
+        return self.c(self.b(self.a(x)))
+
+
+def test_a_model_has_no_hook_list_or_tensor_changed_by_being_recorded() -> None:
+    model = Remembering(hooks=False)
+    gpipe.as_layers(model, torch.randn(3, 4))
+    assert (float(model.seen), model.names) == (0, [])
+    model = Remembering(hooks=True)
+    with pytest.raises(TracingError, match="registers hooks while it runs, which its layers would not have; run"):
+        gpipe.as_layers(model, torch.randn(3, 4))
+    assert not model.a._forward_hooks and float(model.seen) == 0
+    x = torch.randn(5, 4)
+    expected = model(x)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), expected)
