@@ -366,3 +366,14 @@ class Graph(nn.Module):
 def test_a_buffer_may_be_sparse_in_an_evaluation() -> None:
     pipeline = gpipe.Pipeline(nn.Sequential(Graph(), nn.Identity()), F.mse_loss, [1, 1], 1)
     assert torch.equal(pipeline.evaluate(batch()[0]), batch()[0])
+
+
+@pytest.mark.parametrize("overlap", [lambda x: x[:1, :2].expand(4, 2), lambda x: x.flatten()[:5].unfold(0, 2, 1)])
+def test_a_change_of_examples_that_lie_in_each_others_memory_is_refused(overlap: Any) -> None:
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(AddInPlace(), nn.Linear(2, 2)), lambda x, _: x.mean(), [1, 1], 4, rematerialize="never"
+    )
+    inputs = overlap(torch.ones(4, 4))
+    for run in (lambda: pipeline.train_step((inputs, torch.zeros(4))), lambda: pipeline.evaluate(inputs)):
+        with pytest.raises(ValueError, match=r"shares memory with another one, such as .* another micro-batch"):
+            run()

@@ -252,5 +252,7 @@ def split(value: Any, sizes: Sequence[int]) -> list[Payload]:
     # `.data` has no history, and changes that autograd counts by itself: a layer that changes one micro-batch in place
     # must not make what it saved of another one look changed.
     nothing = [False] * len(parts)
-    shared = [dimension is None for dimension in dimensions] if None in dimensions else []
+    # Examples may lie in each other's memory, as those of `expand` and `unfold` do.
+    shared = [d is None or t.nbytes > _span(t) for t, d in zip(payload.tensors, dimensions, strict=True)]
+    shared = shared if any(shared) else []
     return [Payload([part[i].data for part in parts], payload.structure, nothing, shared) for i in range(len(sizes))]
