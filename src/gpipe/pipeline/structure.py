@@ -8,7 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))
-_MODULES_OWN = ("_parameters", "_buffers", "_modules")
+TIES = "_gpipe_ties"
+"""An attribute of layers that went through a pipeline: their copies of tied parameters, each with its group's mark.
+
+So they are still known as tied. A deepcopy keeps a layer's attributes, and not those of a parameter.
+"""
+_MODULES_OWN = ("_parameters", "_buffers", "_modules", TIES)
 
 
 def structure(module: nn.Module) -> Hashable:

@@ -91,6 +91,14 @@ def test_layers_that_went_through_a_pipeline_are_still_tied() -> None:
     assert layers[5].weight is not layers[0].weight
 
 
+def test_copies_of_layers_that_went_through_a_pipeline_are_tied_to_each_other() -> None:
+    layers = tied_layers()
+    pipeline_of(layers)
+    assert pipeline_of(copy.deepcopy(layers)).ties == (TABLE, MATRIX)
+    both = nn.Sequential(*layers, *copy.deepcopy(layers))
+    assert [len(group) for group in TiedParameters(both).groups] == [len(TABLE), len(MATRIX)] * 2
+
+
 def test_what_one_layer_has_twice_stays_one_parameter() -> None:
     for device in ("cpu", "meta"):
         with torch.device(device):

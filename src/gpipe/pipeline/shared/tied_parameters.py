@@ -34,11 +34,11 @@ from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.watch import FOREVER, Watch
 from gpipe.pipeline.refusals import refuse_gradient_types
+from gpipe.pipeline.structure import TIES
 
 if TYPE_CHECKING:
     from gpipe.pipeline.job.job import Job
 
-_MARK = "_gpipe_tie"  # an attribute of all copies, so that layers that went through a pipeline are still known as tied
 _Value = TypeVar("_Value")
 _State = bool | None
 """Of a copy in a step: whether it got a gradient; None where it is frozen."""
@@ -77,10 +77,11 @@ class TiedParameters:
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._layers = layers
+        marks = {id(parameter): mark for layer in layers for parameter, mark in layer.__dict__.get(TIES, ())}
         found: dict[Hashable, list[Member]] = {}
         for index, layer in enumerate(layers):
             for name, parameter in layer.named_parameters():
-                found.setdefault(_identify(parameter), []).append(Member(index, name))
+                found.setdefault(marks.get(id(parameter)) or _identify(parameter), []).append(Member(index, name))
         self.groups: tuple[TiedGroup, ...] = tuple(tuple(members) for members in found.values() if len(members) > 1)
         _refuse_shared_batch_norms(layers)
         for first, *_ in self.groups:
@@ -128,10 +129,12 @@ class TiedParameters:
             values |= {group: layer.get_parameter(group[0].name).detach() for group in firsts}
             if index in devices:
                 built[index] = layer
+        for layer in self._layers:
+            layer.__dict__.pop(TIES, None)
         for group in self.groups:
             mark = object()
             for member in group:
-                setattr(self._parameter(member), _MARK, mark)
+                self._layers[member.layer].__dict__.setdefault(TIES, []).append((self._parameter(member), mark))
         return {index: built[index] for index in devices}
 
     def _separate(self, later: Mapping[Member, TiedGroup], own: Container[int]) -> None:
@@ -151,7 +154,7 @@ class TiedParameters:
     @torch.no_grad()
     def _separate_parameter(self, member: Member, first: Member) -> None:
         value, parameter = self._parameter(first), self._parameter(member)
-        if _identify(parameter, marked=False) == _identify(value, marked=False):
+        if _identify(parameter) == _identify(value):
             new = Parameter(value.detach().clone(), requires_grad=value.requires_grad)
             new.__dict__.update(value.__dict__)  # such as what an optimizer groups parameters by
             replace_parameter(self._layers[member.layer], parameter, new)
@@ -162,14 +165,11 @@ class TiedParameters:
         return self._layers[member.layer].get_parameter(member.name)
 
 
-def _identify(parameter: Parameter, *, marked: bool = True) -> Hashable:
+def _identify(parameter: Parameter) -> Hashable:
     """Return what tells a parameter from others: two objects in the same memory, such as by `.data`, are one.
 
-    A frozen one and a trained one are two: they have different gradients. `marked`: whether copies that went through a
-    pipeline are one too.
+    A frozen one and a trained one are two: they have different gradients.
     """
-    if marked and hasattr(parameter, _MARK):
-        return id(getattr(parameter, _MARK))
     if type(parameter) is not Parameter or parameter.is_meta or is_lazy(parameter) or parameter.data_ptr() == 0:
         return id(parameter)
     place = parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
