@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -167,6 +168,15 @@ def test_no_cut_lies_between_two_uses_of_a_batch_norm() -> None:
     assert int(model.encode[1].num_batches_tracked) == 1
 
 
+@dataclass
+class Found:
+    """Outputs by names."""
+
+    out: Tensor
+    more: Tensor
+    none: Tensor | None = None
+
+
 class Nested(nn.Module):
     """Returns its output as a function nests it."""
 
@@ -188,6 +198,7 @@ class Nested(nn.Module):
         lambda x: [x],
         lambda x: (x, [x + 1, {"a": (x[:, :2], None)}]),
         lambda x: OrderedDict(out=x, none=None),
+        lambda x: Found(x, x + 1),
     ],
 )
 def test_outputs_are_nested_as_the_models_are(nest: Callable[[Tensor], Any]) -> None:
@@ -200,6 +211,8 @@ def test_outputs_are_nested_as_the_models_are(nest: Callable[[Tensor], Any]) -> 
 
 
 def assert_nested_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Found):
+        expected = {"out": expected.out, "more": expected.more}
     if isinstance(expected, Tensor):
         assert torch.allclose(found, expected, atol=1e-6)
         return

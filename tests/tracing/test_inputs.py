@@ -280,3 +280,27 @@ def test_a_part_of_an_example_is_a_tensor_or_none() -> None:
     assert torch.equal(layers((x, None)), model(x, None))
     with pytest.raises(TracingError, match=r"the example has 3.0, and layers take tensors and None"):
         gpipe.as_layers(model, (x, 3.0))
+
+
+class Convolves(nn.Module):
+    """Uses the number of channels, or another size, of what a convolution with a large stride gives."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.first, self.last, self.dimension = nn.Conv2d(3, 4, 32, 32), nn.Conv2d(4, 2, 1), dimension
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x / x.shape[self.dimension])
+
+
+def test_images_may_have_any_size_where_code_reads_only_their_number_of_channels() -> None:
+    model = Convolves(1)
+    layers = gpipe.as_layers(model, torch.zeros(2, 3, 32, 32))
+    for size in (32, 64, 100):
+        images = torch.randn(5, 3, size, size)
+        assert torch.equal(layers(images), model(images))
+    with pytest.raises(ValueError, match=r"has the sizes 5, 4, 32, 32, but the example had any number, 3, any num"):
+        layers(torch.zeros(5, 4, 32, 32))
+    with pytest.raises(ValueError, match=r"has the sizes 5, 3, 33, 33, but the example had any number, 3, 32, 32, and"):
+        gpipe.as_layers(Convolves(2), torch.zeros(2, 3, 32, 32))(torch.zeros(5, 3, 33, 33))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -258,3 +259,90 @@ def test_a_model_has_no_hook_list_or_tensor_changed_by_being_recorded() -> None:
     x = torch.randn(5, 4)
     expected = model(x)
     assert torch.equal(gpipe.as_layers(model, x[:2])(x), expected)
+
+
+class Regularized(Parts):
+    """Computes with its parameters as lists of torch give them."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.to(next(self.parameters()).dtype))) * self.compute(self)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda self: sum(own.square().sum() for own in self.parameters()),
+        lambda self: sum(own.square().sum() for name, own in self.a.named_parameters() if name == "weight"),
+    ],
+)
+def test_parameters_in_lists_are_weights_and_no_constants(compute: Callable[[Any], Any]) -> None:
+    model, x = Regularized(compute), torch.randn(5, 4)
+    plain, layers = copy.deepcopy(model), gpipe.as_layers(model, x[:2])
+    for one in (plain, layers):
+        one(x).sum().backward()
+    for own, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is twin.grad is None) or torch.equal(own.grad, twin.grad)
+
+
+def call_with_others(self: Any, x: Tensor) -> Any:
+    return torch.func.functional_call(self.b, {key: own * 2 for key, own in self.b.named_parameters()}, (x,))
+
+
+def set_data(self: Any, x: Tensor) -> Tensor:
+    self.b.bias.data = self.b.bias.detach() + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (call_with_others, r"TypeError: Proxy\(mul\) is not an instance of torch.Tensor, for 3 examples"),
+        (
+            lambda self, x: self.b._parameters["bias"].exp() * x,
+            r"computes with a weight past its name and parameters\(\), which",
+        ),
+        (lambda self, x: self.b.bias.detach().add_(1) * x, "changes a parameter in place, of which several layers may"),
+        (set_data, "sets data of a tensor, which its layers would not"),
+        (lambda _, x: x * (2 if x.data_ptr() else 1), "asks for data_ptr of a tensor, which depends on who runs it"),
+        (lambda _, x: x.register_hook(print), "asks for register_hook of a tensor, which depends on who runs it"),
+    ],
+)
+def test_code_that_reaches_past_operations_is_refused_with_its_line(
+    run: Callable[[Any, Tensor], Any], said: str
+) -> None:
+    model = Running(run)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TracingError, match=rf"^Running cannot be cut into layers: .*test_kept_state\.py, .*: {said}"):
+        gpipe.as_layers(model, torch.randn(2, 4))
+    with suppress(TracingError):
+        gpipe.as_layers(nn.Sequential(nn.Linear(4, 4), model), torch.randn(2, 4))
+    assert all(torch.equal(own, before[key]) for key, own in model.state_dict().items())
+
+
+class Running(Parts):
+    """Computes as a function does."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.run(self, self.a(x)))
+
+
+def descend(self: Any, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(self.b(x).square().sum(), x, create_graph=True)
+    return x - gradient
+
+
+@pytest.mark.parametrize("run", [call_with_others, descend])
+def test_a_submodule_that_swaps_weights_or_asks_for_gradients_is_one_operation(
+    run: Callable[[Any, Tensor], Any],
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Running(run), nn.Linear(4, 4)), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Running"] and torch.equal(layers(x), model(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Sequence
 
@@ -18,8 +19,8 @@ def is_ours(file: str) -> bool:
 
 
 def is_of_model(file: str) -> bool:
-    """Return whether a file has code of a model, and not of what records it or of torch."""
-    return not file.startswith((*_OURS, _TORCH))
+    """Return whether a file has code of a model, and not of what records it, of torch, or of what runs its contexts."""
+    return not file.startswith((*_OURS, _TORCH, contextlib.__file__))
 
 
 class TracingError(ValueError):
@@ -55,6 +56,13 @@ OF_DECISIONS = f"{_NAME_IT}, or give the model's blocks as an nn.Sequential of y
 """What to do about code that no layers can have."""
 OF_FAILURES = f"check the shapes and types of the example; where the model itself takes them, {_NAME_IT}"
 """What to do about code that fails."""
+
+
+OF_NUMBERS = {
+    "DataDependentOutputException": "uses the number of a tensor, as by item()",
+    "DynamicOutputShapeException": "makes a tensor whose size follows numbers, as x[x > 0] does",
+}
+"""What the errors mean that torch raises where tensors have no numbers."""
 
 
 def explain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -14,24 +14,24 @@ Form: TypeAlias = dict[Any, Any] | list[int | None] | None
 """The sizes of a tensor, None for any size; of a nest the forms of its parts, by name or number; None for None."""
 
 
-def find_form(nest: Any, batch: int | None = None, *, are_sizes_read: bool = True) -> Form:
+def find_form(nest: Any, batch: int | None = None, read: Container[int] | None = None) -> Form:
     """Return the form of inputs, or of an example.
 
     Args:
         nest: the inputs or the example.
         batch: the dimension of an example's tensors that may have any size, unless they are marked.
-        are_sizes_read: by the model's code; if not, all may have any size.
+        read: sizes of the example that the model's code may read, None for all: others may be any.
     """
     if isinstance(nest, dict | tuple | list):
         parts = nest if isinstance(nest, dict) else dict(enumerate(nest))
         if any(type(key) not in (str, int) for key in parts):  # such as an enum's, which are no text in a layer's code
             parts = dict(enumerate(parts.values()))
-        return {key: find_form(part, batch, are_sizes_read=are_sizes_read) for key, part in parts.items()}
+        return {key: find_form(part, batch, read) for key, part in parts.items()}
     if isinstance(nest, Examples):
         nest, batch = nest.tensor, nest.dimension
     if not isinstance(nest, Tensor):
         return None
-    return [size if are_sizes_read and d != batch else None for d, size in enumerate(nest.shape)]
+    return [size if d != batch and (read is None or size in read) else None for d, size in enumerate(nest.shape)]
 
 
 def name_arguments(model: nn.Module) -> list[str] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipe._compat.torch_description import list_device_constructors
 from gpipe.tracing.errors import Undecided, is_of_model
@@ -54,12 +55,15 @@ _CONTEXT_QUERIES = (
 )
 """Functions of torch that say in which contexts code runs: a pipeline runs its layers in others than the recording."""
 
+_LISTS = "parameters", "named_parameters", "buffers", "named_buffers"
+"""Methods of modules by which code reaches tensors past their names."""
+
 _CONVERSIONS = "tensor", "as_tensor", "asarray"
 """Functions of torch that take the memory or the items of what they are given, unless it is a tensor."""
 
 
-def _replace_functions(tracer: Tracer) -> dict[str, Callable[..., Any]]:
-    """Return functions in place of some of torch's, by name, that know what is traced."""
+def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return functions in place of some of torch's, with their owners and names, that know what is traced."""
 
     def ask(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -84,15 +88,30 @@ def _replace_functions(tracer: Tracer) -> dict[str, Callable[..., Any]]:
         is_traced = type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename)
         return isinstance(value.value if is_traced else value, Tensor)
 
-    found = {name: ask(name, getattr(torch, name)) for name in _CONTEXT_QUERIES}
-    return found | {name: convert(getattr(torch, name)) for name in _CONVERSIONS} | {"is_tensor": is_tensor}
+    def list_traced(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def trace(one: Any) -> Any:
+            return (one[0], trace(one[1])) if type(one) is tuple else tracer.getattr("", one, {})
+
+        def listed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            is_traced = tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename)
+            return map(trace, function(*args, **kwargs)) if is_traced else function(*args, **kwargs)
+
+        return listed
+
+    return [
+        *((torch, name, ask(name, getattr(torch, name))) for name in _CONTEXT_QUERIES),
+        *((torch, name, convert(getattr(torch, name))) for name in _CONVERSIONS),
+        *((nn.Module, name, list_traced(getattr(nn.Module, name))) for name in _LISTS),
+        (torch, "is_tensor", is_tensor),
+    ]
 
 
 @contextmanager
 def refusing(tracer: Tracer) -> Iterator[None]:
     """Refuse what a layer would not do as the model does: own backwards, autocast, and decisions by contexts.
 
-    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not.
+    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not. Lists of
+    parameters are traced there, too.
     """
     apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
     check = builtins.isinstance
@@ -116,9 +135,9 @@ def refusing(tracer: Tracer) -> Iterator[None]:
 
     list_device_constructors()  # torch keeps those that it finds first, for as long as it runs
     replaced = _replace_functions(tracer)
-    own = {name: getattr(torch, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(torch, name, function)
+    own = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
     torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
     torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
     builtins.isinstance = check_traced
@@ -126,8 +145,8 @@ def refusing(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         builtins.isinstance = check
-        for name, function in own.items():
-            setattr(torch, name, function)
+        for owner, name, function in own:
+            setattr(owner, name, function)
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
@@ -213,11 +232,12 @@ def _restore(container: Any, before: list[Any]) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
+    """Undo what the code of a model puts into attributes, tensors and hooks, such as a table for later calls."""
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
     entries = [(value, _snapshot(value)) for value in find_containers(values)]
     tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
+    memory = [(own, own.data) for own in chain(model.parameters(), model.buffers()) if not is_lazy(own)]
     try:
         yield
     finally:
@@ -228,6 +248,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
         for value, before in entries:
             _restore(value, before)
+        for tensor, data in memory:
+            if tensor.device != data.device or tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
         with torch.no_grad():
             for tensor, number in tensors:
                 tensor.copy_(number)

@@ -35,6 +35,9 @@ from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 # 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.
 _LEAST, _SMALL, _LARGE = 1 / 256, 1 / 64, 1 / 16
 
+_FAR = 256
+"""A size so much larger than an example's that strides and windows do not hide it from later sizes."""
+
 
 class TracedLayers(nn.Sequential):
     """A model as a sequence of layers. They hold the model's own parameters, under the model's own names.
@@ -104,9 +107,9 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
 
     The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
     parameters. They take what the model takes. Numbers that follow the number of examples are computed from the
-    tensors that travel, so micro-batches may have any size. Where the model's code reads other sizes, inputs must have
-    those of the example. Outputs are nested as the model's are, in plain tuples, lists and dicts; of a dataclass of
-    transformers what is None is left out, and one output alone is returned as it is.
+    tensors that travel, so micro-batches may have any size. Other sizes of the inputs that the model's code reads must
+    be those of the example. Outputs are nested as the model's are, in plain tuples, lists and dicts; of a dataclass
+    what is None is left out, and one output alone is returned as it is.
 
     Args:
         model: may be in training or evaluation mode. Change that later by `train` and `eval` of the layers: those
@@ -148,19 +151,19 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
                 whole = traces[-1][2]
             if whole == traces[0][2]:
                 break
-        _refuse_decision(model, example, whole, *traces[0][:2], odd)
+        graphs, tracers = [graph for graph, _, _ in traces], [tracer for _, tracer, _ in traces]
+        arguments, constants = find_of_batch(graphs, tracers)
+        _refuse_decision(model, example, whole, graphs[0], tracers[0], odd)
+        form = find_form(example, 0, _find_read(model, example, whole, graphs[0], tracers, odd))
     finally:
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    graphs, tracers = [graph for graph, _, _ in traces], [tracer for _, tracer, _ in traces]
-    arguments, constants = find_of_batch(graphs, tracers)
     values = [
         dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
     ]
-    form = find_form(example, 0, are_sizes_read=are_sizes_read(tracers))
     segments = _Segments(model, graphs[0], arguments, constants, values, form)
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
@@ -206,6 +209,29 @@ def _refuse_decision(
     other, other_tracer, _ = trace(model, example, whole, BATCHES[0], training=False, odd=odd)
     if not are_equal(graph, other, (tracer, other_tracer)):
         raise explain(model, tracer.decision, "decides by self.training")
+
+
+def _find_read(
+    model: nn.Module,
+    example: Any,
+    whole: Collection[Any],
+    graph: fx.Graph,
+    tracers: Sequence[Tracer],
+    odd: Collection[nn.Module],
+) -> set[int]:
+    """Return the sizes of an example that the model's code reads: others in their place, it would read others."""
+
+    def is_read(size: int) -> bool:
+        other = max(2, -(-_FAR // size)) * size
+        try:
+            found = trace(model, example, whole, BATCHES[0], odd=odd, sizes={size: other})
+        except TracingError:
+            return True
+        is_same = found[2] == whole and found[1].sizes_read() == tracers[0].sizes_read()
+        return not (is_same and are_equal(graph, found[0], (tracers[0], found[1])))
+
+    sizes = {size for size in tree_leaves(find_form(example, 0)) if size} if are_sizes_read(tracers) else ()
+    return set(filter(is_read, sizes))
 
 
 class Segment(nn.Module):

@@ -29,7 +29,7 @@ class TracedTensor(fx.Proxy):
             if hasattr(type(self.value), name):
                 raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which is not there yet"))
             raise AttributeError(name)
-        if name in _OF_GRAPH:
+        if name in _OF_GRAPH or name in _OF_RUN:
             raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on who runs it"))
         if isinstance(self.value, dict) and name in ("keys", "values", "items"):
             entries = {key: operator.getitem(self, key) for key in self.value}
@@ -43,9 +43,16 @@ class TracedTensor(fx.Proxy):
             return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name):  # such as data
+            raise self.tracer.note(Undecided(f"sets {name} of a tensor, which its layers would not"))
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         if isinstance(self.value, dict) or (isinstance(self.value, tuple | list) and not self._is_cut):
             return len(self.value)  # of a model's own nests
+        if isinstance(self.value, Tensor) and not self.value.ndim:  # C++ asks, which looks into a list
+            raise self.tracer.note(Undecided("takes a tensor's number out of it, as torch.tensor([x]) does"))
         return int(self.tracer.show(self.node, len(self.value)))
 
     @property
@@ -79,7 +86,8 @@ class TracedTensor(fx.Proxy):
 
 
 _CUTS = ("unbind", "split", "tensor_split", "hsplit", "vsplit", "dsplit")
-_OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
+_OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf", "grad", "backward")
+_OF_RUN = ("data_ptr", "storage", "untyped_storage", "_version", "register_hook", "retain_grad")
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:

@@ -6,7 +6,7 @@ import copy
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from gpipe.pipeline.nothing import NOTHING
 from gpipe.tracing.errors import (
     OF_DECISIONS,
     OF_FAILURES,
+    OF_NUMBERS,
     TracingError,
     Undecided,
     Whole,
@@ -63,11 +64,12 @@ class _Call(nn.Module):
 
 
 def _travelling(outputs: Any) -> Any:
-    """Return outputs as tensors, tuples, lists and dicts; of a dataclass of transformers what is not None."""
+    """Return outputs as tensors, tuples, lists and dicts; of a dataclass what is not None."""
     if type(outputs) is TracedTensor:
         return _travelling(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
-    if isinstance(outputs, dict) and is_dataclass(outputs):
-        found = {key: _travelling(value) for key, value in outputs.items() if value is not None}
+    if is_dataclass(outputs):
+        named = ((field.name, getattr(outputs, field.name)) for field in fields(outputs))
+        found = {name: _travelling(value) for name, value in named if value is not None}
         return next(iter(found.values())) if len(found) == 1 else found
     if isinstance(outputs, dict):
         return {key: _travelling(value) for key, value in outputs.items()}
@@ -99,6 +101,7 @@ class Tracer(fx.Tracer):
         batch: the number of examples.
         training: the mode by which the model's own code decides.
         odd: submodules in another mode than the model: they are one operation each, if they look at it.
+        sizes: others for some of the example's.
 
     Attributes:
         values: of each node, without data.
@@ -117,10 +120,11 @@ class Tracer(fx.Tracer):
         *,
         training: bool = True,
         odd: Collection[nn.Module] = (),
+        sizes: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
-        self._whole, self._batch, self._training, self._odd = whole, batch, training, odd
+        self._whole, self._batch, self._training, self._odd, self._others = whole, batch, training, odd, sizes or {}
         self.decision: traceback.StackSummary | None = None
         self._fake = QuickFakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[fx.Node, Any] = {}
@@ -130,6 +134,7 @@ class Tracer(fx.Tracer):
         self.sizes: list[int | TracedShape] = []
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
         self._recorded: set[nn.Module] = set()
+        self._weights: set[int] = set()  # the storages of parameters
         self._raised: Exception | None = None  # first in the model's code, which may have caught it
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # an operation, whose own code is not recorded
@@ -158,7 +163,7 @@ class Tracer(fx.Tracer):
                 "a number or a name a part of the model"
             )
         given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
-        shape = list(given.tensor.shape)
+        shape = [self._others.get(size, size) for size in given.tensor.shape]
         if given.dimension is not None:
             shape[given.dimension] = self._batch
         return torch.empty(shape, dtype=given.tensor.dtype, device=self._device or given.tensor.device)
@@ -206,9 +211,12 @@ class Tracer(fx.Tracer):
         is_whole = self.is_leaf_module(m, name)
         generators, buffers = HostGenerators(), dict(m._buffers)
         try:
+            if is_whole and any(map(_has_others, m.modules())):
+                raise Undecided("runs a submodule on other weights than its own; call functional_call in a submodule")
             with preserved_generators([]) if is_whole else NOTHING:  # what it draws here, it will draw in each forward
                 found = super().call_module(m, forward, args, kwargs)
             if self._raised is not None:
+                self._raised.add_note(", an error that the code catches")
                 raise self._raised
             if not is_whole:
                 self._recorded.add(m)
@@ -276,7 +284,10 @@ class Tracer(fx.Tracer):
             return self.create_node("get_attr", "training", (), {})
         if is_fake(a):
             raise self.note(
-                Undecided("uses what a submodule that is one operation has left in an attribute; return it")
+                Undecided(
+                    "uses what a submodule that is one operation has left in an attribute or in an object of its own; "
+                    "return tensors, tuples or dicts"
+                )
             )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             name = free_name(self.root.get_submodule("model"), f"constant_{len(self.constants)}")
@@ -296,14 +307,16 @@ class Tracer(fx.Tracer):
             raise
 
     def _create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        bare = _bare((args, kwargs))
+        tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            raise Undecided("computes with a weight past its name and parameters(), which is not recorded")
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
         if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
             raise Undecided(_CHANGES_CONSTANT)
-        bare = _bare((args, kwargs))
         if kind in ("call_module", "call_function") and self._changes_constant(kind, target, bare):
             raise Undecided(_CHANGES_CONSTANT)
-        tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
         try:
@@ -327,6 +340,8 @@ class Tracer(fx.Tracer):
         self.values[traced.node], self.flops[traced.node] = value, counter.total
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
+        if self.changed[traced.node] & self._weights:
+            raise Undecided("changes a parameter in place, of which several layers may have copies")
         return traced
 
     def show(self, node: fx.Node, found: Any) -> Any:
@@ -408,7 +423,10 @@ class Tracer(fx.Tracer):
             found: Any = self.root
             for part in target.split("."):
                 found = getattr(found, part) if not isinstance(found, Tensor) else found
-            return self._fake.from_tensor(found) if isinstance(found, Tensor) else found
+            value = self._fake.from_tensor(found) if isinstance(found, Tensor) else found
+            if isinstance(found, nn.Parameter):
+                self._weights.add(storage_of(value))
+            return value
         if kind == "call_module":
             module = self.root.get_submodule(target)
             try:
@@ -427,8 +445,17 @@ class Tracer(fx.Tracer):
 
         with unset_fake_temporarily(), preserved_generators([]):
             args, kwargs = tree_map(ones, (args, kwargs))
-            found = copy.deepcopy(module).forward(*args, **kwargs)
+            with torch.enable_grad():  # the code may ask for gradients
+                found = copy.deepcopy(module).forward(*args, **kwargs)
+            found = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
         return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _has_others(module: nn.Module) -> bool:
+    """Return whether code has put other tensors in the place of a module's parameters, or traced ones anywhere."""
+    is_parameter = (own is None or isinstance(own, nn.Parameter) for own in module._parameters.values())
+    values = chain(vars(module).values(), module._buffers.values())
+    return not all(is_parameter) or any(type(own) is TracedTensor for own in values)
 
 
 def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
@@ -503,9 +530,11 @@ def trace(
             raise
         except Exception as error:
             frames = [*traceback.extract_tb(error.__traceback__)]
-            what, remedy = str(error), OF_DECISIONS
-            if not isinstance(error, Undecided):
-                what, remedy = f"{type(error).__name__}: {what.partition(chr(10))[0].rstrip('.')}", OF_FAILURES
-            elif error.place is not None:
-                frames.append(error.place)
-            raise explain(model, frames, what, remedy) from error
+            kind = type(error).__name__
+            what, remedy = OF_NUMBERS.get(kind, str(error)), OF_DECISIONS
+            if isinstance(error, Undecided):
+                frames += [] if error.place is None else [error.place]
+            elif kind not in OF_NUMBERS:
+                what = f"{kind}: {what.partition(chr(10))[0].rstrip('.')}, for {batch} examples"
+                remedy = OF_FAILURES
+            raise explain(model, frames, what + "".join(getattr(error, "__notes__", ())), remedy) from error
