@@ -250,6 +250,23 @@ def test_the_first_steps_are_left_out_of_the_speed_unless_there_are_no_others() 
     assert (images.examples_per_second, images.tokens_per_second) == (2.0, None)
 
 
+def test_the_speed_is_that_of_all_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of another one may be fewer, with other numbers of tokens."""
+    settings: dict[str, Any] = {"max_steps": 1, "evaluate_every_epochs": None, "keep_checkpoints": None}
+    alone, together = (small_trainer(tmp_path / name, **settings) for name in ("alone", "together"))
+
+    def join(values: list[Any]) -> list[Any]:
+        notes = [value for value in values if value is not None]
+        return [*values, *(({**note, "sizes": [3, 50]}, is_abandoned) for note, is_abandoned in notes)]
+
+    monkeypatch.setattr(together.pipeline.job, "join_replicas", join)
+    for trainer in (alone, together):
+        trainer.train()
+    one, both = alone._totals.speeds[-1], together._totals.speeds[-1]
+    assert one.num_examples > 0 < one.num_targets
+    assert (both.num_examples, both.num_targets) == (one.num_examples + 3, one.num_targets + 50)
+
+
 def test_it_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> None:
     small_trainer(tmp_path, save_every_steps=5, keep_checkpoints=2, evaluation_loaders={}).train()
     folder = tmp_path / "checkpoints"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
-from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.microbatch import Payload, find_batch_size
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
@@ -75,8 +76,8 @@ class Trainer:
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
         final_drop_path: the drop-path rate of the last step.
         examples: what messages call the data's examples.
-        count_targets: returns the number of targets of a mini-batch, on the processes that load them; by default how
-            many numbers their first tensor has.
+        count_targets: returns the number of targets of a mini-batch, where the last stage is; by default how many
+            numbers their first tensor has.
         num_untimed_steps: first steps that the summary's speed leaves out.
         checkpoint_folder: what `resume` goes on from, and where the end of training is saved; None saves nothing.
         keep_checkpoints: how many of the newest checkpoints stay beside the best; None saves nothing.
@@ -302,8 +303,7 @@ class Trainer:
                 place = {"step": self.pipeline.step, "epoch": self._epoch}
                 self._tracker.log({**place, **values, "num_skipped_steps": self._totals.num_skipped_steps})
             else:
-                num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
-                self._log(values, report, num_targets, seconds)
+                self._log(values, report, seconds)
             has_evaluated = self._after_step([note["save"] for note in notes])
             if self._is_done:
                 return
@@ -344,7 +344,7 @@ class Trainer:
                 report = self.pipeline.train_step(
                     batch,
                     record_timeline=records,
-                    note=self._note,
+                    note=partial(self._note, batch[1]),
                     scaler=self.scaler,
                     max_gradient_norm=self.max_gradient_norm,
                 )
@@ -370,10 +370,13 @@ class Trainer:
             self.ema.update(self.pipeline.step - num_skipped)
         return values, report
 
-    def _note(self) -> dict[str, Any]:
+    def _note(self, targets: Any) -> dict[str, Any]:
         """Return what this process tells all others at the end of a step."""
         stop, save = self.asked_to_stop(), self._checkpoints.status()
-        return {"stop": stop, "save": save, "replaced": self.train_loader.num_replaced}
+        sizes = [0, 0]
+        if self.pipeline.is_last:
+            sizes = [find_batch_size(targets, "targets"), round(self.count_targets(targets))]
+        return {"stop": stop, "save": save, "replaced": self.train_loader.num_replaced, "sizes": sizes}
 
     def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
         """Skip the update, or end the training with an explanation and a checkpoint of the state before."""
@@ -400,7 +403,7 @@ class Trainer:
         self._checkpoints.finish()
         raise Stopped(reason, self.pipeline.step, saved_step=self._checkpoints.saved_step)
 
-    def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
+    def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
         totals = self._totals
         if report.timeline is not None:
@@ -408,8 +411,8 @@ class Trainer:
                 totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
-        replicas = self.pipeline.job.num_replicas
-        speed = StepSpeed(seconds, values["wait_seconds"], report.num_examples * replicas, num_targets * replicas)
+        sizes = zip(*(note["sizes"] for note in report.notes), strict=True)  # those of replicas may differ
+        speed = StepSpeed(seconds, values["wait_seconds"], *map(sum, sizes))
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
         status = StepStatus(

@@ -109,16 +109,17 @@ class Translation(Workload):
         return {"valid": self._loader("valid", pipeline, self.run.trainer.evaluation.batch_size, shuffle=False)}
 
     def _loader(self, split: str, pipeline: Pipeline, batch_size: int, **options: Any) -> TranslationLoader:
-        """Return a loader; only the processes of the first and the last stage hold sentences.
-
-        The first one counts the targets too, for the speed in the record.
-        """
+        """Return a loader; only the processes of the first and the last stage hold sentences."""
         corpus = self._open(split)  # which the loader alone keeps, where it needs it
         self._languages[split] = corpus.languages
         self._warnings[split] = [f"{split}: {found}" for found in corpus.warnings()]
-        load_targets = pipeline.is_first or pipeline.is_last
         return TranslationLoader(
-            corpus, batch_size, self.run.seed, load_inputs=pipeline.is_first, load_targets=load_targets, **options
+            corpus,
+            batch_size,
+            self.run.seed,
+            load_inputs=pipeline.is_first,
+            load_targets=pipeline.is_last,
+            **options,
         )
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
