@@ -26,7 +26,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from experiments.zero_bubble import AMOEBANET, TRANSFORMER, build_model, compute_model_loss, start
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.cut import Cutter
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting, plan_step
@@ -122,7 +122,8 @@ def _time_layers(layers: nn.Sequential, example: tuple[Any, Any]) -> list[LayerT
     """Time the layers in all processes at once, and return what they take on average."""
     dist.barrier()
     timings = LayerTimer(torch.device("cpu"), TIMED_RUNS, splits=True).time(layers, compute_model_loss, example)
-    return [LayerTiming(*_average(timing)) for timing in timings]
+    averages = [_average([*timing.seconds, timing.update]) for timing in timings]
+    return [LayerTiming(LayerSeconds(*seconds), update) for *seconds, update in averages]
 
 
 def _average(seconds: Sequence[float]) -> list[float]:

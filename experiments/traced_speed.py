@@ -92,7 +92,7 @@ def choose_partitions(name: str, num_stages: int) -> tuple[int, ...]:
     layers, (images, labels) = make_layers(build(name)), make_batch()
     size = BATCH_SIZE // NUM_MICROBATCHES
     timings = LayerTimer(torch.device("cpu"), 5).time(layers, LOSS, (images[:size], labels[:size]))
-    seconds = [timing.forward + timing.backward for timing in timings]
+    seconds = [timing.seconds.forward + timing.seconds.backward for timing in timings]
     seconds[-2] += seconds.pop()  # the last stage computes the loss
     return tuple(gpipe.partition_layers(seconds, num_stages))
 

@@ -192,7 +192,7 @@ def choose_partitions(name: str) -> dict[int, list[int]]:
     layers, (inputs, labels) = build_model(name)
     size = len(inputs) // MODEL_MICROBATCHES
     timings = LayerTimer(torch.device("cpu"), 5).time(layers, compute_model_loss, (inputs[:size], labels[:size]))
-    seconds = [timing.forward + timing.backward for timing in timings]
+    seconds = [timing.seconds.forward + timing.seconds.backward for timing in timings]
     seconds[-2] += seconds.pop()  # the last stage computes the loss
     return {num_stages: gpipe.partition_layers(seconds, num_stages) for num_stages in (2, 4)}
 

@@ -100,7 +100,8 @@ def make_studies(*, is_small: bool) -> dict[str, list[Study]]:
 def make_results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
     """Return a model's part of a record."""
     grid = [(k, m) for k in NUM_STAGES for m in numbers_of_microbatches]
-    timings = {} if kind == "planned" else {size: [list(row) for row in rows] for size, rows in study.timings.items()}
+    measured = {} if kind == "planned" else study.timings
+    timings = {size: [[*row.seconds[:3], row.update] for row in rows] for size, rows in measured.items()}
     return {
         "model": study.title,
         "device": study.device.name,

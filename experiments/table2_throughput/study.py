@@ -129,7 +129,7 @@ class Study:
         updates = None if kind == "planned" else [timing.update for timing in self.timings[max(self.timings)]]
         seconds, speed = self.seconds(size, kind), self.speed(kind)
         found = plan_step(self.profiles(size), seconds, partitions, setting, speed, updates)
-        stages = [stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds for stage in found.stages]
+        stages = [stage.work.total for stage in found.stages]
         return {
             "num_stages": num_stages,
             "num_microbatches": num_microbatches,

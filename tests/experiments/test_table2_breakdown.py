@@ -1,12 +1,12 @@
 """The shares of a planned step, against formulas."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from experiments.table2_throughput.breakdown import Breakdown, break_down
 from gpipe.pipeline.schedule import Kind
+from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Plan, Setting, StagePlan
 
@@ -14,14 +14,10 @@ FORWARD, RECOMPUTE, BACKWARD, WEIGHTS = 2.0, 3.0, 4.0, 1.5
 
 
 def plan_of(setting: Setting, scales: list[float], transfer: float = 0.0, update: float = 0.0) -> Plan:
-    seconds = {"forward_seconds": FORWARD, "recompute_seconds": RECOMPUTE, "backward_seconds": BACKWARD}
-    seconds |= {"weight_gradient_seconds": WEIGHTS, "splitting_seconds": 0.0, "task_seconds": 0.0}
     stages = []
     for scale in scales:
-        scaled: dict[str, Any] = {name: scale * value for name, value in seconds.items()}
-        stages.append(
-            StagePlan(*(0,) * 5, output_bytes=0, transfer_seconds=transfer, return_seconds=transfer, **scaled)
-        )
+        work = LayerSeconds(scale * FORWARD, scale * RECOMPUTE, scale * BACKWARD, scale * WEIGHTS)
+        stages.append(StagePlan(*(0,) * 5, work, 0, transfer, transfer, task_seconds=0.0))
     timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), lambda _: transfer)
     return Plan(setting, tuple(stages), (), timeline, 0.0, update, 0.0)
 

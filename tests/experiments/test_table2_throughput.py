@@ -67,8 +67,8 @@ def tokens(num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def timed(forward: float, update: float = 0.0) -> list[LayerTiming]:
     """Return timings of equal layers: recomputation takes as long as a forward, a backward twice; the loss nothing."""
-    layer = LayerTiming(forward, forward, 2 * forward, update)
-    return [layer] * (NUM_LAYERS + 2) + [LayerTiming(0.0, 0.0, 0.0, 0.0)]
+    layer = LayerTiming(LayerSeconds(forward, forward, 2 * forward), update)
+    return [layer] * (NUM_LAYERS + 2) + [LayerTiming(LayerSeconds(0.0, 0.0, 0.0))]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,7 @@ def test_equal_mini_batches_are_shared_out_over_the_micro_batches(study: Study) 
 
 
 def test_a_cut_by_flops_does_not_look_at_seconds(study: Study) -> None:
-    uneven = replace(study, timings={1: [LayerTiming(100.0, 0, 0, 0)] + [LayerTiming(1.0, 0, 0, 0)] * 8})
+    seconds = [100.0] + [1.0] * 8
+    uneven = replace(study, timings={1: [LayerTiming(LayerSeconds(forward, 0, 0)) for forward in seconds]})
     assert uneven.cut(1, 2, "simulated", "seconds") == [1, 7]
     assert uneven.cut(1, 2, "simulated", "flops") != [1, 7]

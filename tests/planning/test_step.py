@@ -63,12 +63,15 @@ def test_replicas_average_their_gradients() -> None:
 
 
 @pytest.mark.parametrize("updates", [None, [0.5, 0.5]], ids=["planned", "measured"])
-def test_replicas_that_share_out_the_optimisers_state_send_what_each_has_updated(updates: list[float] | None) -> None:
+@pytest.mark.parametrize("kept", [2.0, 0.0], ids=["momentum", "no state"])
+def test_replicas_that_share_out_the_optimiser_send_what_each_has_updated(
+    updates: list[float] | None, kept: float
+) -> None:
     profiles = [layer(4_000), LOSS]
     slow = replace(UNIT, link_bytes_per_second=1_000.0)
     alone, shared = (
         plan_step(profiles, slow.seconds(profiles), [1], Setting(1, 2, num_replicas=4, **ratios), slow, updates)
-        for ratios in ({"state_ratio": 2.0}, {"state_ratio": 0.0, "shared_ratio": 2.0})
+        for ratios in ({"state_ratio": kept}, {"state_ratio": 0.0, "shared_ratio": kept})
     )
     assert shared.memory == alone.memory, "the replica that has the only parameter keeps all of its state"
     assert shared.step_seconds - alone.step_seconds == pytest.approx(4)
@@ -158,7 +161,7 @@ def test_of_replicas_that_share_out_whole_parameters_the_one_that_keeps_most_is_
     found = plan_memory(profiles, partitions, setting)[0]
     assert found.parameter_bytes == 3 * sum(sizes) + 2 * fullest
     assert found.peak_bytes == found.parameter_bytes + 100 * fullest or not sizes
-    evaluated = EvaluationPlanner(lambda _: profiles, 2).plan(partitions, setting)[0]
+    evaluated = EvaluationPlanner(lambda _: profiles, 2).describe(setting).plan(partitions, setting)[0]
     assert evaluated == 2 * sum(sizes) + 2 * fullest + 2 * 10 + 20  # inputs, and a forward
 
 

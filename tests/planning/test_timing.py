@@ -1,7 +1,8 @@
 """The timing of layers: each distinct one once, the model left as it is."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.schedule import Kind
-from gpipe.planning.accelerator import LayerSeconds
-from gpipe.planning.timing import LayerTimer, LayerTiming
+from gpipe.planning.timing import LayerTimer
 
 CPU = torch.device("cpu")
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -50,11 +50,12 @@ def test_the_parts_of_a_split_backward_are_timed_where_they_are_asked_for(splits
     example = torch.randn(128, 64), torch.randn(128, 64)
     first, norm, last, loss = LayerTimer(CPU, 1, splits=splits).time(layers, F.mse_loss, example)
     for timing in (first, last):
-        assert (timing.weights > 0) == (timing.splitting != 0) == splits
-        assert timing.weights < timing.backward + timing.splitting or not splits
-        parts = timing.seconds.of(Kind.INPUT_GRADIENTS) + timing.seconds.of(Kind.WEIGHT_GRADIENTS)
-        assert parts == pytest.approx(timing.seconds.of(Kind.BACKWARD) + timing.splitting)
-    assert norm.weights < max(norm.backward, 1e-9) and loss.backward > 0
+        seconds = timing.seconds
+        assert (seconds.weights > 0) == (seconds.splitting != 0) == splits
+        assert seconds.weights < seconds.backward + seconds.splitting or not splits
+        parts = seconds.of(Kind.INPUT_GRADIENTS) + seconds.of(Kind.WEIGHT_GRADIENTS)
+        assert parts == pytest.approx(seconds.of(Kind.BACKWARD) + seconds.splitting)
+    assert norm.seconds.weights < max(norm.seconds.backward, 1e-9) and loss.seconds.backward > 0
 
 
 @pytest.mark.parametrize("family", ["amoebanet", "transformer"])
@@ -70,7 +71,7 @@ def test_the_models_are_timed_and_stay_without_memory(family: str) -> None:
     found = LayerTimer(CPU, 1, sgd).time(layers, loss_and_metrics, example)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(found) == len(layers) + 1 and all(parameter.is_meta for parameter in layers.parameters())
-    assert all(value > 0 for timing in found[:-1] for value in timing[:-2])
+    assert all(value > 0 for timing in found[:-1] for value in (*timing.seconds[:3], timing.update))
     assert found[-1].update == 0, "the loss has no parameters"
 
 
@@ -100,8 +101,19 @@ def loss_and_metrics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), {}
 
 
-def test_a_simulation_takes_the_passes_without_the_update() -> None:
-    assert LayerTiming(1.0, 2.0, 3.0, 4.0).seconds == LayerSeconds(forward=1.0, recompute=2.0, backward=3.0)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_are_timed_compiled_where_a_run_compiles_them() -> None:
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled.append(str(graph.code))
+        return graph.forward
+
+    layers, example = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.randn(5, 4), torch.randn(5, 4))
+    eager = LayerTimer(CPU, 1).time(layers, F.mse_loss, example)
+    found = LayerTimer(CPU, 1, compile_options={"backend": backend}).time(layers, F.mse_loss, example)
+    assert len(found) == len(eager) == 3
+    assert {name for name in ("linear", "tanh", "mse") if any(name in code for code in compiled)} == {"linear", "tanh"}
 
 
 def test_no_repeats_are_refused() -> None:

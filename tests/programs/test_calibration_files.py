@@ -32,6 +32,7 @@ def path(*words: str) -> str:
         (TRANSLATION, ("trainer.label_smoothing=0.2",)),
         (IMAGES, ("data.num_classes=11",)),
         (IMAGES, ("trainer.channels_last=true",)),
+        (IMAGES, ("trainer.compile=true",)),
         (IMAGES, ("launch.num_threads=2",)),
         (ALL_CORES, ("pipeline.num_stages=3",)),
     ],

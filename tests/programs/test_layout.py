@@ -1,6 +1,8 @@
 """Settings become a plan, and a cut that all processes share."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
+from gpipe.pipeline import compilation
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.planning.step import Plan
@@ -73,7 +76,7 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     assert all(parameter.is_meta for parameter in layers.parameters())
     assert planner.seconds is not None
     seconds = planner.seconds([])
-    busy = sum(stage.forward_seconds for stage in plan.stages)
+    busy = sum(stage.work.forward for stage in plan.stages)
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
@@ -111,8 +114,26 @@ def test_seconds_are_measured_in_the_memory_format_of_the_run(
     assert found == {channels_last}
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_layers_are_measured_compiled_where_the_run_compiles_them(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def note(_: int, options: Any) -> Callable[[nn.Module, Any], Any]:
+        found.append(options)
+        return lambda layer, value: layer(value)
+
+    monkeypatch.setattr(compilation, "_compile", note)
+    run = run_of(f"trainer.compile={compiles}", "model.num_layers=3")
+    layers = build_layers(run)
+    measure_seconds(run, layers, "cpu", lambda _: None, splits=False)
+    assert found == [{"dynamic": False}] * (len(layers) if compiles else 0)
+
+
 def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:
-    run, plain = (run_of(f"pipeline.partition_by={by}") for by in ("measured_memory", "memory"))
+    trains = "trainer.evaluation.every_epochs=null"
+    run, plain = (run_of(f"pipeline.partition_by={by}", trains) for by in ("measured_memory", "memory"))
     layouts = [share_layout(each, build_layers(each), ALONE) for each in (run, plain)]
     plans = [layout.planned[1] for layout in layouts if layout.planned is not None]
     measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans)

@@ -88,9 +88,10 @@ def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed
     """
     trainable = sum(profile.trainable_bytes for profile in profiles)
     kept = sum(profile.parameter_bytes + profile.buffer_bytes for profile in profiles)
-    state = int(trainable * (setting.state_ratio + setting.shared_ratio / setting.num_replicas))
+    ratios = setting.ratios
+    state = int(trainable * (ratios.kept + ratios.shared / ratios.num_sharers))
     updated = (kept + trainable + state) / num_devices
     sent = 2 * (setting.num_replicas - 1) / setting.num_replicas * trainable if num_devices == 1 else 0.0
-    if setting.ratios.num_sharers > 1:
+    if ratios.num_sharers > 1:
         sent += trainable / num_devices
     return 2 * updated / speed.bytes_per_second + sent / speed.link_bytes_per_second

@@ -30,10 +30,10 @@ def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None 
     setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
-    most = "up to " if setting.num_replicas * setting.num_microbatches > plan.batch_size else ""
+    is_even = setting.num_replicas * setting.num_microbatches * plan.microbatch_size == plan.batch_size
     title = (
         f"{name}: K={setting.num_stages} stages, M={setting.num_microbatches} micro-batches of "
-        f"{most}{plan.microbatch_size}, "
+        f"{'' if is_even else 'up to '}{plan.microbatch_size}, "
         f"N={plan.batch_size}{replicas}, {setting.schedule}, {_describe_kept(plan)}, on {accelerator.name} "
         f"({gib(accelerator.memory_bytes)})"
     )
@@ -97,8 +97,8 @@ def _explain_loss(best: Plan, other: Plan) -> str:
     """Say what makes a step longer than the best one, per device."""
     longer = {name: seconds - _divide_step(best)[name] for name, seconds in _divide_step(other).items()}
     name = max(longer, key=longer.__getitem__)
-    slower = other.step_seconds / best.step_seconds - 1
-    return f"+{slower:.1%}: {name} {longer[name]:.2g} s more"
+    slower = f"+{other.step_seconds / best.step_seconds - 1:.1%}"
+    return "as fast" if slower == "+0.0%" else f"{slower}: {name} {longer[name]:.2g} s more"
 
 
 def _divide_step(plan: Plan) -> dict[str, float]:
@@ -184,7 +184,7 @@ def _row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[st
         device = plan.memory[index]
         sizes = (device.parameter_bytes, device.stash_bytes, device.activation_bytes, device.peak_bytes)
         memory = [f"{size / size_unit:.2f}" for size in sizes]
-    seconds = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds)
+    seconds = (stage.work.forward, stage.work.backward, stage.transfer_seconds)
     return (
         str(stage.first_layer),
         str(stage.last_layer),

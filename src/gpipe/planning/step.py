@@ -40,7 +40,8 @@ class Setting:
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-        shared_ratio: the same of the state that replicas share out, all together.
+        shared_ratio: the same of the state that replicas share out, all together; None where each updates all
+            parameters.
         update_ratio: bytes that the update of a whole model allocates for a while, per byte of trainable parameters.
         largest_update_ratio: bytes that it allocates on top, per byte of the largest parameter.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
@@ -59,7 +60,7 @@ class Setting:
     schedule: str = "gpipe"
     stages_per_device: int = 1
     state_ratio: float = 1.0
-    shared_ratio: float = 0.0
+    shared_ratio: float | None = None
     update_ratio: float = 0.0
     largest_update_ratio: float = 0.0
     num_replicas: int = 1
@@ -78,13 +79,10 @@ class Setting:
     @property
     def ratios(self) -> StateRatios:
         """What belongs to the parameters of one device."""
-        return StateRatios(
-            self.state_ratio,
-            self.update_ratio,
-            self.largest_update_ratio,
-            self.shared_ratio,
-            self.num_replicas if self.shared_ratio else 1,
-        )
+        own = self.state_ratio, self.update_ratio, self.largest_update_ratio
+        if self.shared_ratio is None:
+            return StateRatios(*own)
+        return StateRatios(*own, self.shared_ratio, self.num_replicas)
 
     @property
     def synchronizes(self) -> bool:
@@ -135,11 +133,7 @@ class StagePlan:
         parameters: their number.
         forward_flops: FLOPs of a forward.
         flops: FLOPs of a forward and a backward.
-        forward_seconds: seconds of a forward.
-        recompute_seconds: seconds of a recomputation.
-        backward_seconds: seconds of a backward.
-        weight_gradient_seconds: seconds of its part that can wait where backwards are split.
-        splitting_seconds: by how much the parts of a split backward exceed a whole one.
+        work: the seconds of its layers.
         output_bytes: bytes that travel to the next stage; 0 in the last stage.
         transfer_seconds: seconds of these.
         return_seconds: seconds of the gradients that come back for them: not for numbers of tokens, for example.
@@ -151,11 +145,7 @@ class StagePlan:
     parameters: int
     forward_flops: int
     flops: int
-    forward_seconds: float
-    recompute_seconds: float
-    backward_seconds: float
-    weight_gradient_seconds: float
-    splitting_seconds: float
+    work: LayerSeconds
     output_bytes: int
     transfer_seconds: float
     return_seconds: float
@@ -163,22 +153,7 @@ class StagePlan:
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of a task."""
-        return self._seconds.of(kind) + self.task_seconds
-
-    @property
-    def microbatch_seconds(self) -> float:
-        """Seconds of a micro-batch that is recomputed."""
-        return self._seconds.total
-
-    @property
-    def _seconds(self) -> LayerSeconds:
-        return LayerSeconds(
-            self.forward_seconds,
-            self.recompute_seconds,
-            self.backward_seconds,
-            self.weight_gradient_seconds,
-            self.splitting_seconds,
-        )
+        return self.work.of(kind) + self.task_seconds
 
 
 @dataclass(frozen=True)
@@ -264,7 +239,7 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """By how much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
-        seconds = [stage.microbatch_seconds for stage in self.stages]
+        seconds = [stage.work.total for stage in self.stages]
         return max(seconds) / fmean(seconds) - 1
 
     @property
@@ -274,7 +249,11 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per stage, as JSON."""
-        return [{"stage": index, **asdict(stage)} for index, stage in enumerate(self.stages)]
+        rows = []
+        for index, stage in enumerate(self.stages):
+            row = {"stage": index, **asdict(stage)}
+            rows.append(row | {f"{name}_seconds": value for name, value in row.pop("work")._asdict().items()})
+        return rows
 
 
 def plan_step(
@@ -385,7 +364,7 @@ def _stage(
     is_last = end == len(profiles) - 1
     if is_last:
         end += 1  # the loss
-    own, seconds = profiles[first:end], LayerSeconds.add_up(layer_seconds[first:end])
+    own = profiles[first:end]
     output_bytes, returned_bytes = (0, 0) if is_last else (profiles[end].boundary_bytes, profiles[end].returned_bytes)
     forward_flops = sum(profile.forward_flops for profile in own)
     return StagePlan(
@@ -394,11 +373,7 @@ def _stage(
         parameters=sum(profile.parameters for profile in own),
         forward_flops=forward_flops,
         flops=forward_flops + sum(profile.backward_flops for profile in own),
-        forward_seconds=seconds.forward,
-        recompute_seconds=seconds.recompute,
-        backward_seconds=seconds.backward,
-        weight_gradient_seconds=seconds.weights,
-        splitting_seconds=seconds.splitting,
+        work=LayerSeconds.add_up(layer_seconds[first:end]),
         output_bytes=output_bytes,
         transfer_seconds=speed.transfer_seconds(output_bytes),
         return_seconds=speed.transfer_seconds(returned_bytes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
@@ -16,10 +16,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe._compat.flop_counts import FlopCounter
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.gradient_norm import compute_norms
 from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.moving_statistics import commit
 from gpipe.pipeline.refusals import refuse_no_sequence
@@ -41,26 +43,19 @@ class LayerTiming(NamedTuple):
     """Median seconds of one layer, or the loss, with one micro-batch.
 
     Attributes:
-        forward: one that will be recomputed.
-        recompute: the forward again, with its graph.
-        backward: a whole one.
+        seconds: of its tasks; the forward is one that will be recomputed.
         update: what ends a step, whatever the size of its micro-batches: the norms of the gradients, the moving
             averages of batch norms, and the optimiser's update where there is one.
-        weights: the part of the backward that can wait where it is split.
-        splitting: by how much the two parts exceed a whole backward.
     """
 
-    forward: float
-    recompute: float
-    backward: float
-    update: float
-    weights: float = 0.0
-    splitting: float = 0.0
+    seconds: LayerSeconds
+    update: float = 0.0
 
-    @property
-    def seconds(self) -> LayerSeconds:
-        """What a simulation takes."""
-        return LayerSeconds(self.forward, self.recompute, self.backward, self.weights, self.splitting)
+    @classmethod
+    def median(cls, several: Sequence[LayerTiming]) -> LayerTiming:
+        """Return the median of each figure."""
+        seconds = LayerSeconds(*map(median, zip(*(one.seconds for one in several), strict=True)))
+        return cls(seconds, median(one.update for one in several))
 
 
 def measure_layers(
@@ -97,10 +92,10 @@ def measure_layers(
 
     def tell(timing: LayerTiming) -> None:
         if on_layer is not None:
-            on_layer(timing.forward)
+            on_layer(timing.seconds.forward)
 
     timings = timer.time(layers, None, (example, None), tell)
-    return [replace(cost, seconds=timing.forward) for cost, timing in zip(costs, timings, strict=True)]
+    return [replace(cost, seconds=timing.seconds.forward) for cost, timing in zip(costs, timings, strict=True)]
 
 
 def _describe_with_data(layers: nn.Sequential, example: Any, failure: ValueError) -> list[LayerCost]:
@@ -144,6 +139,7 @@ class LayerTimer:
         make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
         splits: time the two parts of a split backward too.
         memory_format: of the layers' weights.
+        compile_options: of torch.compile; None times the layers as they are.
     """
 
     def __init__(
@@ -154,11 +150,12 @@ class LayerTimer:
         *,
         splits: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
+        compile_options: Mapping[str, Any] | None = None,
     ) -> None:
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}, expected 1 or more: time every layer at least once.")
         self._device, self._repeats, self._make_optimizer = device, repeats, make_optimizer
-        self._splits, self._memory_format = splits, memory_format
+        self._splits, self._memory_format, self._compile_options = splits, memory_format, compile_options
         self._known: dict[Hashable, tuple[LayerTiming, Payload]] = {}
 
     def time(
@@ -194,7 +191,7 @@ class LayerTimer:
                 found.append(timing)
                 on_layer(timing)
             if loss is not None:
-                found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload, None)[0])
+                found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload)[0])
         return found
 
     def _time_layer(
@@ -203,8 +200,12 @@ class LayerTimer:
         real = materialize(copy.deepcopy(layer), index, 0, self._device, given).train()
         real.to(memory_format=self._memory_format)  # type: ignore[call-overload]  # the stub lacks it
         optimizer = None if self._make_optimizer is None else self._make_optimizer(real.named_parameters())
+        run: Callable[[Any], Any] = real
+        if self._compile_options is not None:
+            run = Compilation({index: real}, index + 1, Activity(), bool, self._compile_options).compiled(real)
+        norms = converted_batch_norms([real])
         try:
-            return self._time(real, inputs, optimizer, converted_batch_norms([real]))
+            return self._time(run, inputs, norms, lambda: _end_step(real, norms, optimizer))
         except Exception as error:
             name, remedy = f"Layer {index} ({type(layer).__name__})", "put the layers and the example on one device"
             raise layer_error(name, error, "cannot be timed on the example", remedy) from error
@@ -213,19 +214,18 @@ class LayerTimer:
         self,
         run: Callable[[Any], Any],
         inputs: Payload,
-        optimizer: torch.optim.Optimizer | None,
         norms: Sequence[MicroBatchNorm] = (),
+        end_step: Callable[[], None] | None = None,
     ) -> tuple[LayerTiming, Payload]:
-        rounds = [self._round(run, inputs, optimizer, norms) for _ in range(self._repeats + 1)][1:]
-        timings = LayerTiming(*map(median, zip(*(timing for timing, _ in rounds), strict=True)))
-        return timings, rounds[-1][1]
+        rounds = [self._round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
+        return LayerTiming.median([timing for timing, _ in rounds]), rounds[-1][1]
 
     def _round(
         self,
         run: Callable[[Any], Any],
         inputs: Payload,
-        optimizer: torch.optim.Optimizer | None,
         norms: Sequence[MicroBatchNorm],
+        end_step: Callable[[], None] | None,
     ) -> tuple[LayerTiming, Payload]:
         """Run all passes once; return their seconds, and the outputs without a graph.
 
@@ -236,10 +236,10 @@ class LayerTimer:
                 forward = self._run_forward(run, inputs)
             with microbatch_phase(norms, recompute=True):
                 passes, outputs = self._run_again(run, inputs)
-            update = self._clocked(lambda: _end_step(run, norms, optimizer))[0] if isinstance(run, nn.Module) else 0.0
+            update = 0.0 if end_step is None else self._clocked(end_step)[0]
         finally:
             discard(norms)
-        return LayerTiming(forward, *passes[:2], update, *passes[2:]), outputs
+        return LayerTiming(LayerSeconds(forward, *passes), update), outputs
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
         """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds."""

@@ -33,7 +33,7 @@ from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, ne
 from gpipe.programs.class_names import CLASS_NAMES, refuse_other_labels
 from gpipe.programs.layout import Layout
 from gpipe.programs.optimizer import build_run_optimizer
-from gpipe.programs.precision import build_autocast, choose_kernels, settle_precision
+from gpipe.programs.precision import build_autocast, choose_kernels, compile_options_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
@@ -82,13 +82,10 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
     )
     if settle_precision(run, detect_accelerator(place.device_type)).trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
-    if run.trainer.compile:
+    if (options := compile_options_of(run)) is not None:
         if workload.final_drop_path:
             set_drop_path(pipeline.layers, workload.final_drop_path)  # masks from the first step on: one variant less
-        # Layers for sentences are compiled for any length, once there is a second one; inductor fails on AmoebaNet's
-        # cells for images of any number.
-        dynamic = None if workload.varies_in_length else False
-        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=dynamic)
+        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), **options)
     if run.trainer.cuda_graphs:
         pipeline.use_cuda_graphs()
     if run.launch.device_threads:

@@ -58,6 +58,8 @@ def describe_origin(run: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
         "channels_last": settled.trainer.channels_last,
         "kernels": kernels_of(run),
     }
+    if run.trainer.compile:
+        origin["compile"] = True
     if accelerator.name == "cpu":
         origin |= {"processor": describe_hardware()["cpu"], "num_threads": _count_threads(run)}
     return origin

@@ -28,7 +28,13 @@ from gpipe.planning.step import Plan, Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.optimizer import build_run_optimizer
-from gpipe.programs.precision import build_autocast, choose_kernels, precision_of, settle_precision
+from gpipe.programs.precision import (
+    build_autocast,
+    choose_kernels,
+    compile_options_of,
+    precision_of,
+    settle_precision,
+)
 from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
 
@@ -103,7 +109,9 @@ def measure_seconds(
     settled = settle_precision(run, detect_accelerator(device_type)).trainer
     memory_format = torch.channels_last if settled.channels_last else torch.preserve_format
     with build_autocast(settled.autocast, device_type)():
-        timer = LayerTimer(device, _TIMED_RUNS, splits=splits, memory_format=memory_format)
+        timer = LayerTimer(
+            device, _TIMED_RUNS, splits=splits, memory_format=memory_format, compile_options=compile_options_of(run)
+        )
         timings = timer.time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
@@ -141,7 +149,7 @@ def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None 
         schedule=settings.schedule.value,
         stages_per_device=settings.stages_per_device,
         state_ratio=(run.ema.decay is not None) + (0 if run.launch.shard_optimizer else memory.kept),
-        shared_ratio=memory.kept if run.launch.shard_optimizer else 0,
+        shared_ratio=memory.kept if run.launch.shard_optimizer else None,
         update_ratio=memory.update,
         largest_update_ratio=memory.largest,
         num_replicas=run.launch.num_replicas,

@@ -55,3 +55,12 @@ def kernels_of(run: RunConfig) -> dict[str, Any]:
         "deterministic": bool(run.trainer.deterministic),
         "float32_matmul_precision": "highest" if precision is None else precision.value,
     }
+
+
+def compile_options_of(run: RunConfig) -> dict[str, Any] | None:
+    """Return torch.compile's options for the run's layers; None where they run as they are."""
+    if not run.trainer.compile:
+        return None
+    # Layers for sentences are compiled for any length, once there is a second one; inductor fails on AmoebaNet's cells
+    # for images of any number.
+    return {"dynamic": None if workload_of(run).varies_in_length else False}
