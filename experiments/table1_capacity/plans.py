@@ -10,6 +10,7 @@ from typing import Any
 from experiments.table1_capacity.columns import Column, compute_loss, describe
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.evaluation import Evaluation
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.planner import Cut, Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile, profile_layers
@@ -18,7 +19,7 @@ from gpipe.planning.step import Setting
 EFFICIENCY = 0.5  # of the planned seconds; no figure of this table depends on it
 
 
-def cut_by_variance(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+def cut_by_variance(profiles: Sequence[LayerProfile], setting: Setting, _: Evaluation | None = None) -> list[int]:
     """Cut as the paper does: least variance of the stages' FLOPs."""
     flops = [sum(work.flops for work in profile.forward) for profile in profiles[:-1]]
     return partition_layers(flops, setting.num_stages, objective="variance")

@@ -39,7 +39,7 @@ def vary(variant: Variant, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     setting = replace(column.setting, num_microbatches=num_microbatches)
     with nullcontext() if variant.is_fused else sdpa_kernel(SDPBackend.MATH):
         profiles = profile_layers(column.layers(), compute_loss, column.batch(column.batch_size // num_microbatches))
-    plans = {name: plan_memory(profiles, cut(profiles, setting), setting) for name, cut in cuts.items()}
+    plans = {name: plan_memory(profiles, cut(profiles, setting, None), setting) for name, cut in cuts.items()}
     return {
         **describe(column),
         "num_microbatches": num_microbatches,

@@ -14,6 +14,7 @@ from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning import cut
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.cut import Cutter, partition_by_memory
+from gpipe.planning.evaluation import Evaluation
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting, plan_memory, plan_step
@@ -87,18 +88,8 @@ def test_networks_with_skips_are_cut_with_the_lowest_peak(
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^pipeline.num_stages is 3, but the model has 2 layers: choose at most as many.$"
-    ):
+    with pytest.raises(ValueError, match=r"^num_partitions is 3, but 2 layers can make from 1 to 2 non-empty"):
         partition_by_memory([layer(), layer(), LOSS], Setting(3, 4))
-
-
-def test_interleaved_stages_are_refused() -> None:
-    setting = Setting(2, 4, schedule="interleaved_1f1b", stages_per_device=2)
-    with pytest.raises(
-        ValueError, match=r"^pipeline.partition_by is memory with 2 stages per device, which it cannot balance"
-    ):
-        partition_by_memory([layer(), layer(), LOSS], setting)
 
 
 SPEED = Speed(2e3, 1e3, 1e9, 1e3, hop_seconds=0.1, task_seconds=0.05)
@@ -152,6 +143,64 @@ def test_the_limit_is_one_of_the_peak_and_the_best_cut_within_it_is_taken(
         costs = cutter._costs(profiles, SPEED.seconds(profiles))
         largest = [cut._spread(one, costs, "max")[0] for one in (found, *within)]
         assert largest[0] == pytest.approx(min(largest))
+
+
+SHARED = [Setting(4, 4, schedule=name, stages_per_device=2) for name in ("interleaved_1f1b", "zb_v")]
+
+
+@given(st.lists(LAYERS, min_size=4, max_size=8), st.sampled_from(SHARED))
+def test_stages_that_share_a_device_have_the_lowest_peak_of_all_devices(
+    layers: list[LayerProfile], setting: Setting
+) -> None:
+    profiles = [*layers, LOSS]
+    every = all_cuts(len(layers), setting.num_stages)
+    found = partition_by_memory(profiles, setting)
+    assert peak(profiles, found, setting) == min(peak(profiles, other, setting) for other in every)
+
+
+@pytest.mark.parametrize("setting", SHARED, ids=lambda setting: setting.schedule)
+def test_a_cut_within_the_limit_is_found_where_cuts_cannot_be_listed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layers take no time, and all the memory: stages of equal seconds exceed a limit far from others."""
+    profiles = [*[layer(1_000_000, flops=1)] * 12, *[layer(1_000, flops=100_000)] * 12, LOSS]
+    monkeypatch.setattr(cut, "_MOST_CUTS", 0)
+    equal = Cutter("seconds", "max", SPEED)(profiles, setting)
+    limit = peak(profiles, partition_by_memory(profiles, setting), setting)
+    assert peak(profiles, equal, setting) > 1.5 * limit
+    for objective in ("max", "step"):
+        found = Cutter("seconds", objective, SPEED, memory_limit_bytes=limit)(profiles, setting)
+        assert peak(profiles, found, setting) <= limit
+
+
+@given(WORKING, SETTINGS, st.lists(st.integers(0, 40_000), min_size=8, max_size=8), st.sampled_from(["step", "max"]))
+def test_an_evaluation_is_within_the_limit_too(
+    layers: list[LayerProfile], setting: Setting, quiet: list[int], objective: str
+) -> None:
+    profiles = [*layers, LOSS]
+    evaluated = [replace(one, quiet_peak_bytes=size) for one, size in zip(profiles, quiet, strict=False)]
+    evaluation = Evaluation(evaluated, 3)
+    every = list(all_cuts(len(layers), setting.num_stages))
+    peaks = {tuple(one): cut.peak_bytes(profiles, one, setting, evaluation) for one in every}
+    by_memory = partition_by_memory(profiles, setting, evaluation)
+    assert peaks[tuple(by_memory)] == min(peaks.values())
+    limit = sorted(peaks.values())[len(peaks) // 2]
+    found = Cutter("seconds", objective, SPEED, memory_limit_bytes=limit)(profiles, setting, evaluation)
+    assert peaks[tuple(found)] <= limit
+    if objective == "step":
+        within = (step_seconds(profiles, one, setting) for one in every if peaks[tuple(one)] <= limit)
+        assert step_seconds(profiles, found, setting) == min(within)
+
+
+def test_an_evaluation_that_no_cut_brings_within_the_limit_is_named() -> None:
+    profiles = [layer(4_000), layer(4_000), LOSS]
+    evaluation = Evaluation([*profiles[:2], replace(LOSS, quiet_peak_bytes=50_000)], 4)
+    cutter = Cutter("seconds", "step", SPEED, memory_limit_bytes=40_000)
+    with pytest.raises(
+        ValueError,
+        match=r" needs \d+ \(.* GiB\) in an evaluation: raise .*, or lower trainer.evaluation.batch_size.$",
+    ):
+        cutter(profiles, Setting(2, 2), evaluation)
 
 
 def test_cuts_that_exceed_the_limit_are_not_among_those_that_may_be_simulated() -> None:

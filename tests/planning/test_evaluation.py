@@ -17,6 +17,10 @@ from gpipe.training.evaluation import EvaluationMetrics
 from tests.planning.small_profiles import LOSS, layer
 
 
+def plan(planner: EvaluationPlanner, partitions: list[int], setting: Setting) -> tuple[int, ...]:
+    return planner.describe(setting).plan(partitions, setting)
+
+
 def test_a_device_has_its_state_its_inputs_and_the_largest_forward() -> None:
     profiles = [replace(layer(4000), quiet_peak_bytes=peak) for peak in (50, 70, 30)]
     sizes = []
@@ -26,18 +30,18 @@ def test_a_device_has_its_state_its_inputs_and_the_largest_forward() -> None:
         return [*profiles, replace(LOSS, quiet_peak_bytes=900)]
 
     planner = EvaluationPlanner(profile, batch_size=10)
-    found = planner.plan([2, 1], Setting(2, 4, state_ratio=2.0))
+    found = plan(planner, [2, 1], Setting(2, 4, state_ratio=2.0))
     # The first stage has the inputs of four micro-batches; its second layer's come on top of its forward. The metrics
     # have the logits beside them.
     assert found == (3 * 8000 + 4 * 10 + 10 + 70, 3 * 4000 + 10 + 10 + 900)
-    assert planner.plan([3], Setting(1, 3, state_ratio=0.0)) == (12000 + 3 * 10 + 10 + 900,)
+    assert plan(planner, [3], Setting(1, 3, state_ratio=0.0)) == (12000 + 3 * 10 + 10 + 900,)
     assert sizes == [3, 4]
 
 
 def test_devices_with_several_stages_hold_all_of_them() -> None:
     planner = EvaluationPlanner(lambda _: [*([layer(1000)] * 4), LOSS], batch_size=4)
     setting = Setting(4, 4, schedule="interleaved_1f1b", stages_per_device=2, state_ratio=0.0)
-    assert planner.plan([1] * 4, setting) == (2000 + 4 * 10 + 10 + 10, 2000 + 10 + 10)
+    assert plan(planner, [1] * 4, setting) == (2000 + 4 * 10 + 10 + 10, 2000 + 10 + 10)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -54,7 +58,7 @@ def test_the_plan_is_what_an_evaluation_allocates(dropout: float) -> None:
         pipeline.measure(inputs, targets, measure)
     profiles = profile_layers(layers, measure, (inputs[:4], targets[:4]), training=False)
     planner = EvaluationPlanner(lambda _: profiles, batch_size=12)
-    (planned,) = planner.plan([len(layers)], Setting(1, 3, state_ratio=0.0))
+    (planned,) = plan(planner, [len(layers)], Setting(1, 3, state_ratio=0.0))
     parameters = sum(parameter.nbytes for parameter in pipeline.parameters())
     assert planned - parameters == pytest.approx(ledger.peak_bytes - targets.nbytes, rel=0.01)
 

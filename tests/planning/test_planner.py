@@ -1,5 +1,6 @@
 """What fits, and what would."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import Cutter
-from gpipe.planning.evaluation import EvaluationPlanner
+from gpipe.planning.evaluation import Evaluation, EvaluationPlanner
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
@@ -29,7 +30,7 @@ def profiler(size: int) -> list[LayerProfile]:
 def planner(memory_bytes: int, batch_size: int = 16) -> Planner:
     accelerator = replace(find_accelerator("h100"), memory_bytes=memory_bytes)
 
-    def cut(profiles: list[LayerProfile], setting: Setting) -> list[int]:
+    def cut(profiles: Sequence[LayerProfile], setting: Setting, _: Evaluation | None) -> list[int]:
         return partition_layers([1.0] * (len(profiles) - 1), setting.num_stages)
 
     return Planner(profiler, cut, batch_size, accelerator, Speed(10.0, 10.0, 1e12, 1e3))

@@ -71,7 +71,7 @@ def find_best(model: Planner, num_devices: int, room_bytes: int) -> float | None
             cut = [end - start for start, end in pairwise((0, *inner, num_layers))]
             plan = plan_step(profiles, seconds, cut, setting, SPEED)
             if model.evaluation is not None:
-                plan = replace(plan, evaluation_bytes=model.evaluation.plan(cut, setting))
+                plan = replace(plan, evaluation_bytes=model.evaluation.describe(setting).plan(cut, setting))
             if plan.peak_bytes <= room_bytes and (best is None or plan.step_seconds < best):
                 best = plan.step_seconds
     return best

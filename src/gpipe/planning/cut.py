@@ -9,19 +9,21 @@ and move one boundary at a time.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, combinations, pairwise
+from functools import cache, partial
+from itertools import accumulate, combinations, pairwise, starmap
 from math import comb
 from typing import TypeAlias
 
 from gpipe.pipeline.partition import check_partitions
 from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
+from gpipe.planning.evaluation import Evaluation
 from gpipe.planning.exact_cut import CutObjective, partition_layers
-from gpipe.planning.memory import StageMemory, stage_memory
+from gpipe.planning.memory import stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_memory, plan_step
 
@@ -67,12 +69,15 @@ class Cutter:
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(words)}.")
 
-    def __call__(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+    def __call__(
+        self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None = None
+    ) -> list[int]:
         """Return the number of layers of each stage.
 
         Args:
             profiles: of each layer and the loss.
             setting: how the model is run.
+            evaluation: has to be within the limit too.
 
         Raises:
             NoCutFits: no cut is within the limit.
@@ -82,41 +87,46 @@ class Cutter:
             check_partitions(self.partitions, len(profiles) - 1)
             found = list(self.partitions)
         elif self.partition_by == "memory":
-            found = partition_by_memory(profiles, setting)
+            found = partition_by_memory(profiles, setting, evaluation)
         else:
-            return self._choose(profiles, replace(setting, is_sequential=False))
-        self._check(profiles, setting, found)
+            found = self._choose(profiles, replace(setting, is_sequential=False), evaluation)
+        limit = self.memory_limit_bytes
+        if limit is not None and (needed := peak_bytes(profiles, found, setting, evaluation)) > limit:
+            trains = peak_bytes(profiles, found, setting) <= limit
+            when, remedy = (" in an evaluation", ", or lower trainer.evaluation.batch_size") if trains else ("", "")
+            raise NoCutFits(
+                f"pipeline.memory_limit_bytes is {limit}, but the fullest device of the partitions {found} needs "
+                f"{needed} ({needed / GIB:.3g} GiB){when}: raise the limit, pipeline.num_stages or "
+                f"pipeline.num_microbatches{remedy}."
+            )
         return found
 
-    def _choose(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+    def _choose(self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None) -> list[int]:
         seconds = list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles))
         costs = self._costs(profiles, seconds)
         objective: CutObjective = "variance" if self.objective == "variance" else "max"
         start = partition_layers(costs, setting.num_stages, objective=objective)
         simulates = self.partition_by == "seconds" and self.objective == "step"
-        fits = self._fits(profiles, setting, start)
-        if fits and not simulates:
-            return start
-        if not fits and setting.stages_per_device == 1:
-            start = partition_by_memory(profiles, setting)
-            self._check(profiles, setting, start)
         limit = self.memory_limit_bytes
-        may_fit = None if limit is None else partial(_Peaks(profiles, setting.leanest).are_within, limit)
+        peaks = None if limit is None else _Peaks(profiles, setting, evaluation)
 
-        def step(partitions: Sequence[int]) -> _Score | None:
-            plan = plan_step(profiles, seconds, partitions, setting, self.speed)
-            return None if limit is not None and plan.peak_bytes > limit else (plan.step_seconds,)
+        def fits(partitions: Sequence[int]) -> bool:
+            return limit is None or peaks is None or max(peaks.find(partitions)) <= limit
 
-        def spread(partitions: Sequence[int]) -> _Score | None:
-            return _spread(partitions, costs, objective) if self._fits(profiles, setting, partitions) else None
+        def spread(partitions: Sequence[int]) -> _Score:
+            return _spread(partitions, costs, objective)
 
-        tries = _num_tries(setting)
-        if simulates:
-            found = _search(start, _StepBound(profiles, seconds, setting, self.speed), step, tries, may_fit)
-        else:
-            found = _search(start, lambda cut: _spread(cut, costs, objective), spread, tries, may_fit)
-        self._check(profiles, setting, found)
-        return found
+        def step(partitions: Sequence[int]) -> _Score:
+            return (plan_step(profiles, seconds, partitions, setting, self.speed).step_seconds,)
+
+        if not fits(start):
+            start = partition_by_memory(profiles, setting, evaluation)
+            if not fits(start):
+                return start
+        elif not simulates:
+            return start
+        bound, score = (_StepBound(profiles, seconds, setting, self.speed), step) if simulates else (spread, spread)
+        return _search(start, bound, score, _num_tries(setting), fits)
 
     def _costs(self, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds]) -> Sequence[float]:
         """Return what each layer costs; the last one's seconds include the loss."""
@@ -127,44 +137,28 @@ class Cutter:
         costs = [layer.total for layer in seconds]
         return [*costs[:-2], costs[-2] + costs[-1]]
 
-    def _fits(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> bool:
-        limit = self.memory_limit_bytes
-        return limit is None or _peak_bytes(profiles, partitions, setting) <= limit
 
-    def _check(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> None:
-        if not self._fits(profiles, setting, partitions):
-            needed = _peak_bytes(profiles, partitions, setting)
-            raise NoCutFits(
-                f"pipeline.memory_limit_bytes is {self.memory_limit_bytes}, but the fullest device of the partitions "
-                f"{list(partitions)} needs {needed} ({needed / GIB:.3g} GiB): raise the limit, pipeline.num_stages or "
-                "pipeline.num_microbatches."
-            )
-
-
-def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+def partition_by_memory(
+    profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None = None
+) -> list[int]:
     """Return the number of layers of each stage, such that the largest peak memory of a device is smallest.
+
+    That is exact with one stage per device. Where devices have several, cuts are searched as for the shortest step.
 
     Args:
         profiles: of each layer and the loss.
-        setting: how the model is run; one stage per device.
+        setting: how the model is run.
+        evaluation: has its peaks too.
 
     Raises:
-        ValueError: stages share devices, or there are more stages than layers.
+        ValueError: there are more stages than layers.
     """
     num_layers, num_stages = len(profiles) - 1, setting.num_stages
-    if setting.stages_per_device != 1:
-        raise ValueError(
-            f"pipeline.partition_by is memory with {setting.stages_per_device} stages per device, which it cannot "
-            "balance: set it to seconds, or choose a schedule with one stage per device."
-        )
-    if num_stages > num_layers:
-        raise ValueError(
-            f"pipeline.num_stages is {num_stages}, but the model has {num_layers} layers: choose at most as many."
-        )
-    setting = setting.leanest
-    even = [(stage + 1) * num_layers // num_stages - stage * num_layers // num_stages for stage in range(num_stages)]
-    most = _peak_bytes(profiles, even, setting)
-    peak = _Peaks(profiles, setting)
+    peak = _Peaks(profiles, setting, evaluation)
+    equal = partition_layers([max(0, peak.least(layer, layer + 1)) for layer in range(num_layers)], num_stages)
+    if setting.stages_per_device > 1:
+        return _search(equal, peak.rank, peak.rank)
+    most = max(peak.find(equal))
     # Of the cuts of the first layers into the stages so far, by where they end, the best: its peak, its stages' ends.
     reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(num_stages):
@@ -187,11 +181,12 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
 class _Peaks:
     """The peak memory of a device by the layers of its stages; each is computed once, also for equal tasks of others.
 
-    A longer stage may need less: what travels between layers differs, as in a U-Net.
+    Where memory decides what is recomputed, it is that with as few graphs as there may be. A longer stage may need
+    less: what travels between layers differs, as in a U-Net.
     """
 
-    def __init__(self, profiles: Sequence[LayerProfile], setting: Setting) -> None:
-        self._profiles, self._setting = profiles, setting
+    def __init__(self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None) -> None:
+        self._setting, self._evaluation = setting.leanest, evaluation
         least = (
             profile.parameter_bytes + int(profile.trainable_bytes * setting.state_ratio) + profile.kept_bytes
             for profile in profiles
@@ -201,54 +196,64 @@ class _Peaks:
         # Of the stages of each device, the first is the one with its number.
         self._kinds = [
             kinds.setdefault((device == 0, tuple((t.kind, t.stage - device, t.micro_batch) for t in tasks)), len(kinds))
-            for device, tasks in enumerate(setting.tasks)
+            for device, tasks in enumerate(self._setting.tasks)
         ]
-        self._stages: dict[tuple[int, int], StageMemory] = {}
+        self._add_up = cache(partial(stage_memory, profiles))
         self._peaks: dict[tuple[int, _Bounds], int] = {}
 
     def __call__(self, device: int, bounds: _Bounds) -> int:
         """Return the bytes that a device needs, whose stages begin and end before the layers `bounds`."""
         key = self._kinds[device], bounds
         if key not in self._peaks:
-            for one in bounds:
-                if one not in self._stages:
-                    self._stages[one] = stage_memory(self._profiles, *one)
-            walk = self._setting.walks[device]
-            stages = {stage: self._stages[one] for stage, one in zip(walk.stages, bounds, strict=True)}
-            self._peaks[key] = walk.measure(stages, self._setting.ratios).peak_bytes
+            walk, ratios = self._setting.walks[device], self._setting.ratios
+            found = walk.measure(dict(zip(walk.stages, starmap(self._add_up, bounds), strict=True)), ratios).peak_bytes
+            if (evaluation := self._evaluation) is not None:
+                own = (stage_memory(evaluation.profiles, *one) for one in bounds)
+                found = max(found, evaluation.measure(dict(zip(walk.stages, own, strict=True)), ratios))
+            self._peaks[key] = found
         return self._peaks[key]
 
-    def are_within(self, limit: int, partitions: Sequence[int]) -> bool:
-        """Return whether no device of a cut needs more."""
+    def find(self, partitions: Sequence[int]) -> list[int]:
+        """Return the bytes that each device of a cut needs."""
         bounds = list(pairwise(accumulate(partitions, initial=0)))
         walks = enumerate(self._setting.walks)
-        return all(self(device, tuple(bounds[stage] for stage in walk.stages)) <= limit for device, walk in walks)
+        return [self(device, tuple(bounds[stage] for stage in walk.stages)) for device, walk in walks]
+
+    def rank(self, partitions: Sequence[int]) -> _Score:
+        """Return the bytes of the devices of a cut, the fullest first."""
+        return tuple(sorted(self.find(partitions), reverse=True))
 
     def least(self, first: int, end: int) -> int:
         """Return bytes that they need in any case: parameters, what the optimiser keeps, the graph of a micro-batch."""
         return self._least[end] - self._least[first]
 
 
-def _peak_bytes(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> int:
-    """Return the memory of the fullest device."""
-    return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
+def peak_bytes(
+    profiles: Sequence[LayerProfile],
+    partitions: Sequence[int],
+    setting: Setting,
+    evaluation: Evaluation | None = None,
+) -> int:
+    """Return the memory of the fullest device, in training or in an evaluation."""
+    evaluated = () if evaluation is None else evaluation.plan(partitions, setting)
+    return max(*(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting)), *evaluated, 0)
 
 
 def _search(
     start: Sequence[int],
     bound: Callable[[Sequence[int]], _Score],
-    score: Callable[[Sequence[int]], _Score | None],
-    num_tries: int,
-    may_fit: Callable[[Sequence[int]], bool] | None = None,
+    score: Callable[[Sequence[int]], _Score],
+    num_tries: int = sys.maxsize,
+    fits: Callable[[Sequence[int]], bool] = lambda _: True,
 ) -> list[int]:
     """Return the cut with the lowest score, `start` where none is better.
 
     Args:
-        start: where the search begins.
+        start: where the search begins, which fits.
         bound: what the score of a cut cannot be below.
-        score: of a cut; None where it must not be taken.
+        score: of a cut.
         num_tries: how many cuts are scored at most.
-        may_fit: whether a cut has to be scored, found in much less time; None scores all.
+        fits: whether a cut may be taken, found in much less time than its score.
     """
     best, found = list(start), score(start)
     tries = iter(range(num_tries))
@@ -257,13 +262,13 @@ def _search(
         """Yield each candidate that beats all before it."""
         nonlocal best, found
         for limit, candidate in sorted((bound(candidate), candidate) for candidate in candidates):
-            if found is not None and limit >= found:
+            if limit >= found:
                 return
-            if may_fit is not None and not may_fit(candidate):
+            if not fits(candidate):
                 continue
             if next(tries, None) is None:
                 return
-            if (tried := score(candidate)) is not None and (found is None or tried < found):
+            if (tried := score(candidate)) < found:
                 best, found = candidate, tried
                 yield candidate
 

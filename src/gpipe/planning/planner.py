@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
-from gpipe.planning.cut import NoCutFits, partition_by_memory
-from gpipe.planning.evaluation import EvaluationPlanner
+from gpipe.planning.cut import NoCutFits, partition_by_memory, peak_bytes
+from gpipe.planning.evaluation import Evaluation, EvaluationPlanner
 from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.step import Plan, Setting, plan_memory, plan_step
+from gpipe.planning.step import Plan, Setting, plan_step
 
-Cut = Callable[[Sequence[LayerProfile], Setting], list[int]]
-"""(profiles, setting) -> the number of layers of each stage; raises ValueError where that cannot be."""
+Cut = Callable[[Sequence[LayerProfile], Setting, Evaluation | None], list[int]]
+"""(profiles, setting, evaluation) -> the number of layers of each stage; raises ValueError where that cannot be."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Planner:
             ValueError: the model cannot be cut so.
         """
         profiles, seconds, shortened = self.describe(setting)
-        partitions = self._cut(profiles, shortened)
+        partitions, evaluation = self._cut(setting), self._evaluate(setting)
         found = plan_step(profiles, seconds, partitions, shortened, self.speed)
         if self.varies_in_length and shortened != setting:
             found = self._with_shorter(found, profiles, seconds, setting)
@@ -66,7 +67,7 @@ class Planner:
             found,
             auxiliary_parameters=self.auxiliary_parameters,
             batch_size=self.batch_size,
-            evaluation_bytes=self._evaluation_bytes(partitions, setting),
+            evaluation_bytes=() if evaluation is None else evaluation.plan(partitions, setting),
         )
 
     def _with_shorter(
@@ -96,9 +97,10 @@ class Planner:
 
     def find_microbatch_size(self, setting: Setting) -> int | None:
         """Return how many examples the largest micro-batch has; None if the smallest has too few for batch norm."""
-        sizes = microbatch_sizes(self.batch_size // setting.num_replicas, setting.num_microbatches)
-        seen = min(sizes) * (setting.num_replicas if setting.synchronize_batch_norm else 1)
-        return max(sizes) if seen >= self.min_microbatch_size else None
+        try:
+            return max(self._split(setting))
+        except ValueError:
+            return None
 
     def peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device.
@@ -107,16 +109,14 @@ class Planner:
             ValueError: the model cannot be cut so.
         """
         profiles, shortened = self._profiles_for(setting)
-        partitions = self._cut(profiles, shortened)
-        training = (memory.peak_bytes for memory in plan_memory(profiles, partitions, shortened))
-        return max(*training, *self._evaluation_bytes(partitions, setting), 0)
+        return peak_bytes(profiles, self._cut(setting), shortened, self._evaluate(setting))
 
-    def _evaluation_bytes(self, partitions: Sequence[int], setting: Setting) -> tuple[int, ...]:
-        return () if self.evaluation is None else self.evaluation.plan(partitions, setting)
+    def _evaluate(self, setting: Setting) -> Evaluation | None:
+        return None if self.evaluation is None else self.evaluation.describe(setting)
 
-    def _cut(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+    def _cut(self, setting: Setting) -> list[int]:
         if setting not in self._partitions:
-            self._partitions[setting] = self.cut(profiles, setting)
+            self._partitions[setting] = self.cut(*self._profiles_for(setting), self._evaluate(setting))
         return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
@@ -135,9 +135,9 @@ class Planner:
         """
         if setting.stages_per_device > 1:
             return self.peak_bytes(setting)
-        profiles, setting = self._profiles_for(setting)
-        partitions = partition_by_memory(profiles, replace(setting, is_sequential=False))
-        return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
+        profiles, shortened = self._profiles_for(setting)
+        evaluation = self._evaluate(setting)
+        return peak_bytes(profiles, partition_by_memory(profiles, shortened, evaluation), shortened, evaluation)
 
     def remedies(self, setting: Setting) -> list[str]:
         """Return what would fit: the smallest larger K, and the smallest of 2 M, 4 M and so on."""
@@ -146,9 +146,10 @@ class Planner:
         num_layers = len(self._profiles_for(setting)[0]) - 1
         larger = range(setting.num_stages + step, num_layers + 1, step)
         for num_stages in larger:
-            if self._runs(replace(setting, num_stages=num_stages)):
-                found.append(f"K = {num_stages}")
-                break
+            with suppress(ValueError):  # such as too few examples for batch norm
+                if self.fits(replace(setting, num_stages=num_stages)):
+                    found.append(f"K = {num_stages}")
+                    break
         if (num_microbatches := self._larger_num_microbatches(setting)) is not None:
             found.append(f"M = {num_microbatches}")
         return found
@@ -173,15 +174,16 @@ class Planner:
             least = peak
         return None
 
-    def _runs(self, setting: Setting) -> bool:
-        """Return whether a setting is possible, and fits."""
-        try:
-            return self.fits(setting)
-        except ValueError:  # such as more stages than layers, or too few examples for batch norm
-            return False
-
     def _profiles_for(self, setting: Setting) -> tuple[list[LayerProfile], Setting]:
         """Return the profiles with the largest micro-batch, and the setting with as many of them as there are."""
+        sizes = self._split(setting)
+        size = max(sizes)
+        if size not in self._profiles:
+            self._profiles[size] = self.profiler(size)
+        return self._profiles[size], replace(setting, num_microbatches=len(sizes))
+
+    def _split(self, setting: Setting) -> list[int]:
+        """Return how many examples each micro-batch of a replica has."""
         sizes = microbatch_sizes(self.batch_size // setting.num_replicas, setting.num_microbatches)
         seen = min(sizes) * (setting.num_replicas if setting.synchronize_batch_norm else 1)
         if seen < self.min_microbatch_size:
@@ -189,10 +191,7 @@ class Planner:
                 f"micro-batches of {seen} examples, expected at least {self.min_microbatch_size} for batch norm: "
                 "choose fewer micro-batches or replicas"
             )
-        size = max(sizes)
-        if size not in self._profiles:
-            self._profiles[size] = self.profiler(size)
-        return self._profiles[size], replace(setting, num_microbatches=len(sizes))
+        return sizes
 
 
 def find_largest_size(fits: Callable[[int], bool], start: int, step: int, most: int = sys.maxsize) -> int | None:

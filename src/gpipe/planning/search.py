@@ -125,14 +125,14 @@ def find_fastest(
         estimated = replace(estimated, evaluation=replace(evaluation, profiler=evaluated))
     rough = replace(estimated, cut=replace(cut, objective="max"))
     bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
-    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), room_bytes, count)
-    found = _plan(estimated, _choose(planned, most_cuts), room_bytes, count)
+    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
+    found = _plan(estimated, _choose(planned, most_cuts), count)
     # Profiles were interpolated: a setting may turn out slower, or not fit.
     precise = replace(planner, cut=cut)
     best: dict[_Shape, Plan] = {}
-    for one in _improve(estimated, found, planned, room_bytes):
+    for one in _improve(estimated, found, planned):
         is_shown = len(best) < count and one.shape not in best
-        if is_shown and (plan := _try_plan(precise, one.setting, room_bytes)) is not None:
+        if is_shown and (plan := _try_plan(precise, one.setting)) is not None:
             best[one.shape] = plan
     return sorted(best.values(), key=lambda plan: plan.step_seconds)
 
@@ -177,7 +177,7 @@ def _find_bound(planner: Planner, setting: Setting) -> float | None:
     return bound_step(profiles, seconds, setting, planner.speed)
 
 
-def _plan(planner: Planner, candidates: Sequence[Candidate], room_bytes: int, count: int) -> list[Candidate]:
+def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """Plan the candidates that may be among the best; return the best of each shape and all between, by their steps."""
     found: list[Candidate] = []
     best: dict[_Shape, float] = {}
@@ -187,34 +187,31 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], room_bytes: int, co
             one.shape, math.inf
         ):
             continue
-        plan = _try_plan(planner, one.setting, room_bytes)
-        if plan is None:
-            continue
-        found.append(replace(one, plan=plan))
-        best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
+        if (plan := _try_plan(planner, one.setting)) is not None:
+            found.append(replace(one, plan=plan))
+            best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate], room_bytes: int) -> list[Candidate]:
+def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
     """Add the plans of others that may be faster than all that were found: the rough cut knows nothing of transfers."""
     least = min((one.seconds for one in found), default=math.inf)
     known = {one.setting for one in found}
     for one in sorted(others, key=lambda one: one.bound):
         if one.bound >= least:
             break
-        if one.setting not in known and (plan := _try_plan(planner, one.setting, room_bytes)) is not None:
+        if one.setting not in known and (plan := _try_plan(planner, one.setting)) is not None:
             found.append(replace(one, plan=plan))
             least = min(least, plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _try_plan(planner: Planner, setting: Setting, room_bytes: int) -> Plan | None:
-    """Return the plan of a setting; None where no cut is within the memory, or no evaluation."""
+def _try_plan(planner: Planner, setting: Setting) -> Plan | None:
+    """Return the plan of a setting; None where there is none, such as where no cut is within the memory."""
     try:
-        plan = planner.plan(setting)
-    except ValueError:  # such as no cut within the memory
+        return planner.plan(setting)
+    except ValueError:
         return None
-    return plan if plan.peak_bytes <= room_bytes else None
 
 
 def _choose(planned: Sequence[Candidate], most: int) -> list[Candidate]:
