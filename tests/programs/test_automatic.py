@@ -178,6 +178,13 @@ TEXT = (
 )  # fmt: skip
 
 
+def test_more_micro_batches_than_examples_stay_as_they_are_said() -> None:
+    """An evaluation may have more examples, and is planned with as many micro-batches."""
+    words = (*TEXT, "pipeline.num_microbatches=16")
+    run = to_run(choose_pipeline(compose("train", overrides=list(words)), words, lambda *_: devices(2)))
+    assert run.pipeline.num_microbatches == 16
+
+
 @pytest.mark.parametrize(
     ("words", "count", "room_bytes", "said"),
     [

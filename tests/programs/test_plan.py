@@ -1,5 +1,6 @@
 """The planner as a user starts it."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,8 @@ from torch import nn
 
 from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.planning.accelerator import ACCELERATORS, GIB
+from gpipe.planning.accelerator import ACCELERATORS, GIB, LayerSeconds
+from gpipe.planning.calibration import Calibration
 from gpipe.programs import train as train_program
 from gpipe.programs.plan import find_devices, start
 from gpipe.tracing.segments import TracedLayers, as_layers
@@ -26,8 +28,9 @@ Plan = Callable[..., str]
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     """Plan in this process, and return what is printed: the answer, or the message of the error."""
+    monkeypatch.setattr("gpipe.programs.plan._QUIET_SECONDS", math.inf)  # a busy machine tells of a search's progress
 
     def printed(*overrides: str) -> str:
         try:
@@ -84,6 +87,14 @@ def test_a_translation_is_planned_with_all_its_micro_batches(plan: Plan) -> None
 def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.002", "find=num_filters").startswith("The largest num_filters that fits is ")
     assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")
+
+
+def test_the_largest_is_planned_as_a_later_plan_of_it(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [LayerSeconds(1.0, 1.0, 2.0)] * 10  # nine layers and the loss
+    monkeypatch.setattr("gpipe.programs.plan.find_calibration", lambda *_: Calibration({}, 2, seconds, seconds, 1.0))
+    found, _, planned = plan(*SMALL, "memory_gib=0.002", "find=num_filters").partition("\n")
+    (size,) = re.findall(r"is (\d+)\.$", found)
+    assert plan(*SMALL, "memory_gib=0.002", f"model.num_filters={size}") == planned
 
 
 @pytest.mark.slow

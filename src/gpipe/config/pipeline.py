@@ -80,7 +80,8 @@ class PipelineConfig:
         partition_by: the cost of a layer that the partitions balance.
         objective: what the cut minimises.
         memory_limit_bytes: the most bytes that a device may need at its planned peak, of parameters, gradients,
-            optimiser state, boundary inputs and activations; null is no limit, and nine tenths of its memory for fit.
+            optimiser state, boundary inputs and activations, in training and in evaluations; null is no limit, and nine
+            tenths of its memory for fit.
         partitions: the number of layers of each stage; null cuts by partition_by and objective, within the limit.
         timeout_seconds: how long a stage waits for a silent neighbour.
         synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.

@@ -129,7 +129,7 @@ def choose_pipeline(
     values = {key: getattr(best, key) for key in ("num_stages", "num_microbatches", "schedule", "stages_per_device")}
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
     values["memory_limit_bytes"] = devices.room_bytes
-    return _fill(composed, values, num_replicas=best.num_replicas, num_processes=best.num_devices)
+    return _fill(composed, values | known, num_replicas=best.num_replicas, num_processes=best.num_devices)
 
 
 def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devices: DevicesToUse) -> str:

@@ -77,13 +77,14 @@ def start(plan: PlanConfig) -> None:
         layers = workload_of(plan).layers()  # held meanwhile: it takes seconds to cut up another library's model
         if plan.calibrate:
             calibrate(plan)
-        if plan.find is not None:
-            planner = _find_largest(plan, accelerator)
-        else:
-            calibration = find_calibration(plan, accelerator)
-            planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
+        planner = _build_planner(plan, accelerator) if plan.find is None else _find_largest(plan, accelerator)
         print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
         del layers
+
+
+def _build_planner(plan: PlanConfig, accelerator: Accelerator) -> Planner:
+    calibration = find_calibration(plan, accelerator)
+    return build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
@@ -104,7 +105,7 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     def fits(value: int) -> bool:
         changes: dict[str, Any] = {name: value}
         changed = replace(plan, model=replace(plan.model, **changes))
-        planners[value] = build_planner(changed, accelerator, efficiency=plan.efficiency)
+        planners[value] = _build_planner(changed, accelerator)
         found = planners[value].fits(setting)
         if time.monotonic() - begin > _QUIET_SECONDS:
             print(f"{name}={value} {'fits' if found else 'does not fit'}", file=sys.stderr, flush=True)
