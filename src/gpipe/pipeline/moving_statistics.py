@@ -100,7 +100,7 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
         used = (count[starts] > 0).tolist()
         kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
         norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
-        sizes, (count, mean, deviations) = [norm.num_features for norm in norms], moments
+        sizes, (count, mean, deviations) = [_running(norm)[0].numel() for norm in norms], moments
     if not norms:
         return
     factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
@@ -113,7 +113,8 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
 def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
     """Count the step and return the weights of its statistics in the moving averages, as nn.BatchNorm has them."""
     counters = [norm._buffers["num_batches_tracked"] for norm in norms]
-    add_to_each([counter for counter in counters if counter is not None], 1)
+    if tracked := [counter for counter in counters if counter is not None]:
+        add_to_each(tracked, 1)
     # Without a momentum nn.BatchNorm keeps the average of all steps.
     return [
         norm.momentum if norm.momentum is not None else 0.0 if counter is None else 1.0 / float(counter)

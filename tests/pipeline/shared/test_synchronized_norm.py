@@ -27,6 +27,7 @@ from tests.pipeline.shared.synchronized_case import (
     train,
     train_case,
 )
+from tests.support.ghost_batch_norm import Ghost
 from tests.support.process_pool import ProcessPool
 from tests.support.random_layers import build as random_layers
 
@@ -138,4 +139,14 @@ def test_frozen_layers_take_part_in_the_gradients_of_the_others(processes: Proce
             assert_close(found, plain(case), str(case))
 
 
-# torch.nn.SyncBatchNorm refuses the CPU, but the function that it calls does not, where its five kernels exist.
+def ghostly() -> nn.Sequential:
+    layers = build()
+    layers[2] = Ghost(4).double()
+    return layers
+
+
+def test_a_norm_may_have_more_averages_than_features(processes: ProcessPool) -> None:
+    cases = [Case(mode=mode, layers=ghostly) for mode in MODES]
+    for outcomes in processes.run(2, train, Layout((8,)), cases):
+        for found, case in zip(outcomes, cases, strict=True):
+            assert_close(found, plain(case), str(case))

@@ -60,7 +60,7 @@ class StatisticsExchange:
         self._replicas = replicas
         self._names = list(norms)
         self._numbers = {norm: number for number, norm in enumerate(norms.values())}
-        self._width = max((norm.num_features for norm in norms.values()), default=0)
+        self._width = max(map(_count_channels, norms.values()), default=0)
 
     def among(self, layers: Mapping[int, nn.Module]) -> StatisticsExchange:
         """Return an exchange between the replicas of other layers, by index, such as this one's averages."""
@@ -166,7 +166,7 @@ class SynchronizedMicroBatch:
         return output
 
     def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
-        part = _measured(input, norm.num_features)
+        part = _measured(input, _count_channels(norm))
         if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
             norm.__dict__["fresh"] = (*norm.fresh, *part)
         mean, variance = part.statistics.double()
@@ -203,14 +203,19 @@ class SynchronizedMicroBatch:
         )
 
 
+def _count_channels(norm: MicroBatchNorm) -> int:
+    """Return how many channels a norm normalises; ghost batch norms have several times num_features."""
+    return norm.num_features if norm.running_mean is None else norm.running_mean.numel()
+
+
 @torch.no_grad()
-def _measured(input: Tensor, num_features: int) -> _Moments:  # noqa: A002
+def _measured(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
     """Return the statistics of a tensor [n, channels, ...] in float32 at least; n may be 0, the variance of 1 is 0."""
-    if input.shape[1] != num_features:
-        raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has num_features={num_features}")
-    count = input.numel() // num_features
+    if input.shape[1] != num_channels:
+        raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has {num_channels}")
+    count = input.numel() // num_channels
     dtype = torch.promote_types(input.dtype, torch.float32)
-    statistics = torch.zeros(2, num_features, dtype=dtype, device=input.device)
+    statistics = torch.zeros(2, num_channels, dtype=dtype, device=input.device)
     if count > 0:  # a momentum of 1: the plain layer's own update writes the mean and the unbiased variance
         torch.ops.aten.batch_norm_update_stats(input, *statistics.unbind(), 1.0)
     if count == 1:
