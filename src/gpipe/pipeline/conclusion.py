@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from gpipe.pipeline import gradient_norm
 from gpipe.pipeline.job.errors import NonFiniteError, StepAbandoned
 from gpipe.pipeline.job.job import Job
-from gpipe.pipeline.loss import MiniBatchLoss
+from gpipe.pipeline.loss import MiniBatchLoss, add_up
 from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.shared.replicas import Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedGradients
@@ -84,7 +84,7 @@ class Conclusion(NamedTuple):
 
     Attributes:
         totals: the loss, under the name "loss", and the metrics.
-        notes: of all processes of the job, where there are any.
+        notes: of all processes of the job.
         is_skipped: whether a gradient has a fault, and a scaler skips the step: nobody has gradients.
         gradient_norm: before the gradients were clipped; None where they are not to be.
     """
@@ -103,9 +103,9 @@ def conclude(
     last_stage: int,
     *,
     note: Callable[[], Any] | None,
-    is_abandoned: bool | None,
+    is_abandoned: bool,
 ) -> Conclusion:
-    """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
+    """Exchange what the step came to: the loss and metrics, a gradient's fault, and the notes.
 
     Args:
         job: the processes that train together.
@@ -114,7 +114,7 @@ def conclude(
         given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
         last_stage: its index.
         note: as for `Pipeline.train_step`.
-        is_abandoned: whether this process was asked to stop while it compiled; None where nothing is compiled.
+        is_abandoned: whether this process was asked to stop while it compiled.
 
     Raises:
         NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.
@@ -127,20 +127,19 @@ def conclude(
         "totals": loss.totals() if loss else None,
         "fault": [named for named in norms if not math.isfinite(named[1])][:1],
         "norms": norms if max_norm is not None else [],
-        "note": [note() if note else None, bool(is_abandoned)],
-        "noted": note is not None or is_abandoned is not None,
+        "note": [note() if note else None, is_abandoned],
         "tied": bits,
     }
     parts = job.gather(own)
     refuse_different([part["given"] for part in parts], "process {} of the pipeline")
     gradients.tied.refuse_parted(part["tied"] for part in parts)
-    noted = [part["note"] for part in parts]
-    if any(part["noted"] for part in parts):
-        noted = job.join_replicas(noted)
+    (share,) = (part["totals"] for part in parts if part["totals"] is not None)
+    replicas = job.join_replicas([[share, [part["note"] for part in parts]]])
+    noted = [own for _, of_one in replicas for own in of_one]
     notes = [each for each, _ in noted]
     if any(was_abandoned for _, was_abandoned in noted):
         raise StepAbandoned(step, notes)
-    (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
+    totals = add_up([share for share, _ in replicas])
     if not math.isfinite(totals["loss"]):
         what = f"the loss of step {step} is {totals['loss']} in stage {last_stage}"
         raise NonFiniteError(what, stage=last_stage)

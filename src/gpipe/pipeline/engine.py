@@ -26,7 +26,7 @@ from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.mesh_job import join_job
-from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
+from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss, add_up
 from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes, split
 from gpipe.pipeline.nothing import NOTHING
@@ -252,8 +252,7 @@ class Pipeline(LayerExecution):
                 Only the first stage's process looks at the inputs, and only the last stage's at the targets.
             record_timeline: whether to collect when each task ran, on all stages.
             note: called at the end of the step. What it returns, of JSON's types, is in the report of every process of
-                the job: all learn of it at the same step, without an exchange of its own. Some process of each replica
-                gives one, or none does.
+                the job: all learn of it at the same step, without an exchange of its own.
             scaler: scales the loss for float16. Where a gradient is not finite, it skips the step, on every process:
                 nobody has gradients, no moving average has moved, and `step` stays as it is.
             return_outputs: put the outputs of all micro-batches into the report of the last stage's process.
@@ -366,8 +365,7 @@ class Pipeline(LayerExecution):
                 loss(outputs.value(), micro_batch)
 
             def total() -> dict[str, float]:
-                found: list[dict[str, float] | None] = self.job.gather(loss.totals() if loss else None)
-                return next(totals for totals in found if totals is not None)
+                return add_up([*filter(None, self.job.gather_all(loss.totals() if loss else None))])
 
             return take, total
 
@@ -665,7 +663,7 @@ class Pipeline(LayerExecution):
         self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, given: Mapping[str, Any]
     ) -> Conclusion:
         """Learn with all processes what the step came to; where its gradients do not count, undo it."""
-        is_abandoned = None if self._compilation is None else self._compilation.is_abandoned
+        is_abandoned = self._compilation is not None and self._compilation.is_abandoned
         try:
             found = conclude(
                 self.job, self._gradients, loss, given, self.num_stages - 1, note=note, is_abandoned=is_abandoned

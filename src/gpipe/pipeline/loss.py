@@ -115,9 +115,15 @@ class MiniBatchLoss:
             )
 
     def totals(self) -> dict[str, float]:
-        """Return the mini-batch's loss under the name "loss", and its metrics; waits for the device once."""
+        """Return this replica's share of the loss, under the name "loss", and metrics; waits for the device once."""
         names = list(next(iter(self._values.values())))
         rows = [torch.stack([scalars[name].double() for name in names]) for _, scalars in sorted(self._values.items())]
         columns = zip(*torch.stack(rows).tolist(), strict=True)
         sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
-        return {name: sum(parts) for name, *parts in zip(names, *self._replicas.gather(sums), strict=True)}
+        return dict(zip(names, sums, strict=True))
+
+
+def add_up(shares: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mini-batch's loss and metrics from the shares of all replicas, which must have the same metrics."""
+    refuse_different([{"the list of metrics": [*share][1:]} for share in shares], "replica {}")
+    return {name: sum(share[name] for share in shares) for name in shares[0]}

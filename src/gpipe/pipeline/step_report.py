@@ -22,8 +22,8 @@ class StepReport:
         step: the number of the step, from 0.
         loss: of the whole mini-batch, over all replicas.
         metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
-        notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
-            of their first stages.
+        notes: what each process of the job passed as its note, None where it passed none: replica by replica, in the
+            order of their first stages.
         num_examples: of this replica's mini-batch.
         num_microbatches: into which it was cut.
         timeline: of all stages, where it was asked for.

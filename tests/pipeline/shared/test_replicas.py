@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
 from tests.support.gate import Gate
+from tests.support.ghost_batch_norm import Ghost
 from tests.support.process_pool import ProcessPool
 
 PADDING = -100
@@ -60,6 +61,13 @@ def normalized_in_the_middle() -> nn.Sequential:
     layers = plain_layers()
     layers[2] = nn.BatchNorm1d(8, momentum=0.3).double()
     return layers
+
+
+def ghostly() -> nn.Sequential:
+    """Return layers whose first batch norm has more averages than features, and whose second is not used."""
+    _, *rest = plain_layers()
+    rest[1].idle = nn.BatchNorm1d(6).double()
+    return nn.Sequential(Ghost(6).double(), *rest)
 
 
 def dropped() -> nn.Sequential:
@@ -379,6 +387,14 @@ def test_moving_averages_are_those_of_one_update_on_everything(
                     _close(value, expected[name], f"{case}, {name}")
 
 
+def test_a_batch_norm_may_have_more_averages_than_features_beside_an_unused_one(processes: ProcessPool) -> None:
+    case = Case((8, 8), num_microbatches=2, layers=ghostly)
+    expected = plain(case).state
+    for (outcome,) in Layout(1, (5,)).run(processes, [case]):
+        for name in ("layers.0.running_mean", "layers.0.running_var"):
+            _close(outcome.state[name], expected[name], name)
+
+
 def start_from_different_weights(rank: int) -> list[np.ndarray]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
     pipeline = gpipe.Pipeline(plain_layers(seed=rank), loss, [5], 2, mesh=mesh, timeout_seconds=10)
@@ -455,6 +471,18 @@ def test_replicas_are_equal_before_the_first_step_whatever_is_trained(num_stages
         assert state == (expected[rank % 2] if num_stages == 2 else [*expected[0], *expected[1]])
 
 
+def note_in_one_replica(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(plain_layers(), loss, [2, 3], 2, mesh=mesh, timeout_seconds=10)
+    report = pipeline.train_step(whole_batch(Case((4,)), 0), note=(lambda: "why") if rank == 2 else None)
+    pipeline.close()
+    return report.notes
+
+
+def test_a_note_of_one_process_reaches_all(processes: ProcessPool) -> None:
+    assert processes.run(4, note_in_one_replica) == [[None, None, "why", None]] * 4
+
+
 def find_error(rank: int, what: str) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
     layers: list[nn.Module] = [nn.Linear(3, 1)]
@@ -464,9 +492,12 @@ def find_error(rank: int, what: str) -> str:
         inputs = torch.arange(4)
     if what == "grad_dtype":
         layers[0].to(torch.bfloat16).weight.grad_dtype = torch.float32
-    pipeline = gpipe.Pipeline(
-        nn.Sequential(*layers), nn.functional.mse_loss, [len(layers)], 2, mesh=mesh, timeout_seconds=10
-    )
+
+    def named_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        error = nn.functional.mse_loss(outputs, targets)
+        return error, {f"of {rank}" if what == "metrics" else "error": error}
+
+    pipeline = gpipe.Pipeline(nn.Sequential(*layers), named_loss, [len(layers)], 2, mesh=mesh, timeout_seconds=10)
     try:
         pipeline.train_step((inputs, torch.ones(4, 1)))
         pipeline.clip_gradients(2.0 - rank if what == "clip" else 1.0)
@@ -480,6 +511,7 @@ def find_error(rank: int, what: str) -> str:
     [
         ("sparse", "a gradient is sparse, and replicas average only dense ones; set sparse=False in its layer"),
         ("grad_dtype", "layers.0.weight is of the type torch.bfloat16, and its gradient, which replicas average, of"),
+        ("metrics", "the list of metrics is ['of 0'] in replica 0 and ['of 1'] in replica 1; give every process the"),
         ("clip", "max_norm is 2.0 in replica 0 and 1.0 in replica 1; give every process the same"),
     ],
 )
