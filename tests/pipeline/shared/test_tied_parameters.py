@@ -231,3 +231,19 @@ def test_a_frozen_parameter_in_the_memory_of_a_trained_one_stays_frozen(is_first
     for own, expected in zip(layers.parameters(), plain.parameters(), strict=True):
         assert (own.grad is None) is (expected.grad is None)
         assert own.grad is None or torch.equal(own.grad, expected.grad)
+
+
+def overlap(rank: int) -> str:
+    memory = torch.randn(15)
+    layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    layers[0].weight.data, layers[2].weight.data = memory[:9].view(3, 3), memory[6:].view(3, 3)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    with pytest.raises(ValueError, match="share memory") as error:
+        gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 2], 2, mesh=mesh, timeout_seconds=10)
+    gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 2], 2)
+    return str(error.value)
+
+
+def test_parameters_of_two_processes_that_share_a_part_of_their_memory_are_refused(processes: ProcessPool) -> None:
+    for message in processes.run(2, overlap):
+        assert message.startswith("layers.0.weight and layers.2.weight share memory, but are not one parameter, so one")

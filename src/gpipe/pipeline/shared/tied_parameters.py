@@ -88,6 +88,12 @@ class TiedParameters:
             _refuse_hooks(first, self._parameter(first))
         copies = ((member.full_name, self._parameter(member)) for group in self.groups for member in group)
         refuse_gradient_types(copies, "of which other layers have a part")
+        firsts = ((members[0], self._parameter(members[0])) for members in found.values())
+        self._places = sorted(
+            (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, member)
+            for member, parameter in firsts
+            if not is_lazy(parameter) and not parameter.is_meta and parameter.is_contiguous()
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return, as JSON, what all processes must agree on: the groups, and the values that they begin with."""
@@ -106,7 +112,11 @@ class TiedParameters:
         Args:
             devices: of this process's layers, by index; only these are changed, in place.
             seed: of the run.
+
+        Raises:
+            ValueError: two parameters that are not tied share memory, and would no longer do so.
         """
+        self._refuse_overlaps(devices)
         later = {member: group for group in self.groups for member in group[1:]}
         needed = set(devices)
         for member in sorted(later, reverse=True):  # a layer that is needed only for its values may need others
@@ -136,6 +146,18 @@ class TiedParameters:
             for member in group:
                 self._layers[member.layer].__dict__.setdefault(TIES, []).append((self._parameter(member), mark))
         return {index: built[index] for index in devices}
+
+    def _refuse_overlaps(self, devices: Mapping[int, torch.device]) -> None:
+        end, last = 0, None
+        for begin, own_end, member in self._places:
+            if last is not None and begin < end and devices.get(last.layer) != devices.get(member.layer):
+                raise ValueError(
+                    f"{last.full_name} and {member.full_name} share memory, but are not one parameter, so one would "
+                    "not see changes of the other in another process or on another device; make them one parameter, "
+                    "or give each memory of its own (.clone())"
+                )
+            if own_end > end:
+                end, last = own_end, member
 
     def _separate(self, later: Mapping[Member, TiedGroup], own: Container[int]) -> None:
         """Give this process's layers modules and parameters that no other layer has."""
