@@ -186,6 +186,13 @@ def test_a_loss_that_reads_what_a_layer_of_another_stage_keeps_is_told_to_let_it
         pipeline.train_step(batch())
 
 
+def test_a_graph_of_another_stage_that_a_loss_has_used_up_is_told_to_travel() -> None:
+    layers = nn.Sequential(Keeping(3, 3), nn.Linear(3, 3))
+    loss = lambda outputs, targets: F.cross_entropy(outputs, targets) + layers[0].kept  # noqa: E731
+    with pytest.raises(gpipe.PipelineError, match=r"layer 0 \(Keeping\), backward: .* the loss or a later micro-batch"):
+        build(layers, loss, rematerialize="never").train_step(batch())
+
+
 def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
     inputs, targets = torch.randn(4, 3), torch.randn(4, 3)
     pipeline = build(loss=F.mse_loss)

@@ -11,6 +11,11 @@ from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.microbatch import Payload
 
 _CHANGED = "modified by an inplace operation"  # torch's words
+_FREED = "backward through the graph a second time"
+_KEPT = (
+    "; where the layer keeps a tensor for another layer, the loss or a later micro-batch, return it along with its "
+    "outputs, so that it travels, or keep it without a history (.detach())"
+)
 _CHANGED_LATER = (
     "; where the model alone trains, a layer changed a buffer or a weight in a later micro-batch: let its forward use "
     "a copy (.clone()) of what it changes, or set rematerialize='always'"
@@ -64,6 +69,6 @@ class CurrentLayer:
         layer, module = self.at
         doing = "loss" if module is None and layer > 0 and doing not in ("backward", "input gradients") else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
-        text += _CHANGED_LATER if _CHANGED in str(error) else ""
+        text += _CHANGED_LATER if _CHANGED in str(error) else _KEPT if _FREED in str(error) else ""
         layer_index = None if module is None else layer
         return caused_by(error, text, stage=self._stage, micro_batch=micro_batch, layer=layer_index)
