@@ -477,6 +477,21 @@ def test_evaluation_gives_the_plain_models_outputs_before_any_training(partition
     torch.testing.assert_close(outputs, layers.eval()(inputs), rtol=0, atol=1e-14)
 
 
+def test_an_evaluation_may_be_in_inference_mode() -> None:
+    class Double(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return 2 * pair[0], pair[1]
+
+    class Add(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1]
+
+    inputs, shift = torch.randn(5, 4), torch.randn(4)
+    with torch.inference_mode():
+        outputs = pipeline_of(nn.Sequential(Double(), Add()), [1, 1]).evaluate((inputs, gpipe.replicated(shift)))
+    assert torch.equal(outputs, 2 * inputs + shift)
+
+
 class Merging(nn.Module):
     """Adds its second weight to the first one for evaluation, as layers with low-rank updates do."""
 

@@ -145,6 +145,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(SIZE, SIZE)),
     "autograd.grad": lambda: Differentiates("torch.autograd"),
     "torch.func": lambda: Differentiates("torch.func"),
+    "batch norm before autograd.grad": lambda: nn.Sequential(nn.BatchNorm1d(LENGTH), Differentiates("torch.autograd")),
     "Python's and numpy's generators": Draws,
 }
 NORMS: dict[str, Callable[[], nn.Module]] = {

@@ -66,6 +66,19 @@ def test_a_layer_that_depends_on_what_ran_before_is_named(mode: str, first: int,
     assert (error.value.stage, error.value.micro_batch, error.value.layer) == (1, micro_batch, 2)
 
 
+def test_a_step_that_failed_is_forgotten() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if bool(targets.isnan().any()):
+            raise OSError
+        return F.mse_loss(outputs, targets)
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = gpipe.Pipeline(layers, loss, [1, 1], 3, rematerialize="except_last", check_recomputation=True)
+    with pytest.raises(gpipe.PipelineError):
+        pipeline.train_step((torch.randn(6, 4), torch.full((6, 4), torch.nan)))
+    pipeline.train_step((torch.randn(2, 4), torch.randn(2, 4)))  # its last micro-batch was not the last one of that step
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex128])
 def test_equal_bits_in_other_places_are_something_else(dtype: torch.dtype) -> None:
     outputs = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]).to(dtype)

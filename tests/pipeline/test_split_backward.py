@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import gpipe
 from gpipe.pipeline import split_backward
 from gpipe.pipeline.entry import _ANCHOR, _Entry
 from gpipe.pipeline.split_backward import run_split_backward
@@ -278,3 +279,19 @@ def test_inputs_that_change_before_the_gradient_of_the_weight_are_refused() -> N
         pad.zero_()
     with pytest.raises(RuntimeError, match=r"^the input of a product, of shape \(4, 3\), was changed in place before"):
         waiting.compute()
+
+
+def test_after_a_step_that_failed_no_gradient_waits() -> None:
+    waiting = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        waiting.append(sum(len(stage._waiting) for stage in pipeline.stages.values()))
+        if waiting[-1]:
+            raise OSError
+        return F.mse_loss(outputs, targets)
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = gpipe.Pipeline(layers, loss, [1, 1], 4, schedule="zb_h1")
+    with pytest.raises(gpipe.PipelineError):
+        pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4)))
+    assert waiting[-1] and not any(stage._waiting for stage in pipeline.stages.values())

@@ -127,7 +127,6 @@ class Stage:
         self._loss_gradient: Tensor | None = None  # that backwards start from
         self.seed, self.first_micro_batch = seed, first_micro_batch
         self._lowered = lowered
-        self.seed_masks(0)
         self._final_micro_batch = 0
         self._needs_whole_graph = False  # in a forward that will be recomputed
         self._draws_only_from_torch: Mapping[int, bool] = {}  # by layer
@@ -275,10 +274,9 @@ class Stage:
         """Add to the parameters' `.grad` what a split backward left."""
         if self.graphs is not None:
             return  # nothing was left
-        waiting = self._waiting.pop(micro_batch, None)
+        waiting = self._waiting.pop(micro_batch)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
-            if waiting is not None:
-                waiting.compute(self.current_layer.note)
+            waiting.compute(self.current_layer.note)
 
     def finish_gradients(self, micro_batch: int) -> None:
         """Begin to average over the replicas what is left to average, if this micro-batch's gradients were the last."""
@@ -298,8 +296,6 @@ class Stage:
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and s is not None]
         if kept.synchronized is not None:
             pairs += [(get_gradient_edge(tensor), None) for tensor in kept.synchronized.anchors]
-        if not pairs:
-            return
         if splits is None:
             run_backward([root for root, _ in pairs], [seed for _, seed in pairs])
         else:
@@ -352,9 +348,7 @@ class Stage:
         is_converting = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
         if self._is_same_without_graph and (self._has_copies or not is_converting):
             with torch.no_grad():
-                return self._run(
-                    micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look
-                ).detach()
+                return self._run(micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look)
         # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
         entered = enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
@@ -368,7 +362,7 @@ class Stage:
         if self.loss is not None:
             self.enter_loss(micro_batch)
             loss = self.loss(outputs.value(), micro_batch)
-            if self._loss_gradient is None or self._loss_gradient.dtype is not loss.dtype:
+            if self._loss_gradient is None:
                 self._loss_gradient = torch.ones_like(loss)  # once a step: it takes as long as a small layer
             outputs, kept.loss_gradient = Payload.of(loss), self._loss_gradient
         kept.roots = [find_root(tensor) for tensor in outputs.tensors]
