@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 import gpipe
 import gpipe._compat.torchvision
-from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.batch_norm import MicroBatchNorm, microbatch_phase
 from tests.support.ghost_batch_norm import Ghost
 
 from timm.layers import BatchNormAct2d  # isort: skip
@@ -209,11 +209,12 @@ def test_evaluation_normalises_by_the_moving_averages() -> None:
     assert torch.equal(pipeline.evaluate(x), expected)
 
 
+@pytest.mark.parametrize("partitions", [[1, 1], [2]])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_step_leaves_nothing_behind(mode: str) -> None:
+def test_a_failed_step_leaves_nothing_behind(partitions: list[int], mode: str) -> None:
     norm, fragile = nn.BatchNorm2d(3).double(), Fragile()
     plain = copy.deepcopy(norm)
-    pipeline = pipeline_of([norm, fragile], [1, 1], num_microbatches=2, rematerialize=mode)
+    pipeline = pipeline_of([norm, fragile], partitions, num_microbatches=2, rematerialize=mode)
     fragile.fails = True
     with pytest.raises(gpipe.PipelineError, match="told to"):
         pipeline.train_step((images(3), torch.zeros(3)))
@@ -221,6 +222,24 @@ def test_a_failed_step_leaves_nothing_behind(mode: str) -> None:
     fragile.fails = False
     pipeline.train_step((images(5, seed=1), torch.zeros(5)))
     assert_close(statistics(norm), update_plain(plain, images(5, seed=1)))
+
+
+def test_a_subclass_that_fails_has_its_averages_back() -> None:
+    norm = gpipe.convert_batch_norm(Ghost(3)).double()
+    averages = list(norm.buffers())
+    with pytest.raises(gpipe.PipelineError):
+        pipeline_of([norm], num_microbatches=2).train_step((images(2), torch.zeros(2)))  # which have no halves
+    assert all(found is before for found, before in zip(norm.buffers(), averages, strict=True))
+    assert norm.momentum == 0.1
+
+
+def test_an_evaluation_that_failed_leaves_no_statistics_in_others_layers() -> None:
+    pipeline = pipeline_of([nn.BatchNorm2d(3).double(), fragile := Fragile()], num_microbatches=2)
+    others = copy.deepcopy(pipeline.layers)
+    others["1"].fails = fragile.fails = True
+    with pytest.raises(gpipe.PipelineError, match="told to"):
+        pipeline.evaluate(images(3), layers=others, move_statistics=True)
+    assert not others["0"].seen and not others["0"].fresh
 
 
 def test_a_step_whose_loss_is_not_finite_leaves_nothing_behind() -> None:
@@ -407,3 +426,18 @@ def test_a_batch_norm_may_take_arguments_by_their_names() -> None:
     F.mse_loss(plain(batch[0]), batch[1]).backward()
     assert torch.allclose(layers[0].norm.running_mean, plain[0].norm.running_mean)
     assert torch.equal(layers[0].norm.weight.grad, plain[0].norm.weight.grad)
+
+
+def test_a_phase_ends_as_the_one_around_it_goes_on() -> None:
+    with microbatch_phase([], recompute=True):
+        with microbatch_phase([], recompute=False):
+            assert not gpipe.is_recomputing()
+        assert gpipe.is_recomputing()
+
+
+def test_an_input_without_channels_is_refused_in_torchs_words() -> None:
+    norm = gpipe.convert_batch_norm(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        norm(torch.zeros(3))
+    with pytest.raises(gpipe.PipelineError, match="expected 2D or 3D input"):
+        pipeline_of([norm], num_microbatches=1).train_step((torch.zeros(2, 3, 1, 1), torch.zeros(2)))

@@ -18,6 +18,7 @@ import gpipe
 from gpipe.pipeline import gradient_norm
 from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.pipeline.stage import Stage
+from tests.support.calling_backward import CallingBackward
 
 MODES = ("always", "except_last", "never")
 PARTITIONS = ([5], [2, 3], [1, 3, 1], [1, 1, 2, 1])
@@ -214,6 +215,32 @@ def test_a_layer_may_be_used_in_two_places(partitions: list[int], schedule: str)
     for layer, other in zip(pipeline.layers.values(), plain, strict=True):
         assert_same_gradients(layer, other)
     assert pipeline.ties == (("layers.1.weight", "layers.3.weight"), ("layers.1.bias", "layers.3.bias"))
+
+
+class Bias(nn.Module):
+    """Returns its weight beside its input, which a function of its own makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return CallingBackward.apply(x, int), self.weight
+
+
+class Add(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_a_stage_may_return_a_parameter_and_what_a_function_of_its_own_makes(schedule: str, mode: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4).double(), Bias(), Add(), build())
+    plain, (inputs, targets) = copy.deepcopy(layers), batch(7)
+    pipeline_of(layers, [2, 2], schedule=schedule, rematerialize=mode).train_step((inputs, targets))
+    F.cross_entropy(plain(inputs), targets).backward()
+    assert_same_gradients(layers, plain)
 
 
 def test_channels_last_reaches_every_stage() -> None:
@@ -422,6 +449,15 @@ def test_the_first_layer_takes_prepared_inputs(partitions: list[int]) -> None:
     assert torch.equal(pipeline.evaluate(coarse), other.evaluate(coarse.double() / 8))
 
 
+def test_prepared_inputs_have_no_history() -> None:
+    prepare = nn.Linear(4, 4).double()
+    layers = build()
+    had_history: list[bool] = []
+    layers[0].register_forward_pre_hook(lambda _, args: had_history.append(args[0].requires_grad))
+    pipeline_of(layers, prepare_inputs=prepare).train_step(batch(7))
+    assert not any(had_history) and prepare.weight.grad is None
+
+
 @pytest.mark.parametrize("max_norm", [0.01, 0.3, 1e6])
 def test_a_step_that_clips_is_a_step_and_a_clipping(max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, others = build(), build()
@@ -481,10 +517,6 @@ def test_an_evaluation_may_be_in_inference_mode() -> None:
     class Double(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             return 2 * pair[0], pair[1]
-
-    class Add(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
 
     inputs, shift = torch.randn(5, 4), torch.randn(4)
     with torch.inference_mode():
@@ -605,6 +637,13 @@ class DrawsAlways(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
+
+
+def test_to_look_for_a_fault_a_layer_may_change_the_input_of_its_stage() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True), nn.Linear(4, 3))
+    pipeline = pipeline_of(layers, [1, 2], rematerialize="never")
+    pipeline.train_step(batch(7, dtype=torch.float32))
+    assert pipeline.first_non_finite(batch(7, dtype=torch.float32)) is None
 
 
 def test_evaluation_draws_what_that_of_a_resumed_training_does() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, StepAbandoned
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, StepAbandoned
 from gpipe.pipeline.split_backward import DeferredProduct
 
 MODES = ("always", "except_last", "never")
@@ -458,3 +458,13 @@ def test_nothing_trains_in_inference_mode() -> None:
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^devices has cuda, but torch sees no GPU here"):
         build(devices="cuda")
+
+
+@pytest.mark.parametrize("error", [gpipe.PipelineError("as it is"), LostPeer([0], "as it is")])
+def test_what_says_where_it_happened_is_raised_as_it_is(error: Exception) -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(type(error), match=r"^as it is$"):
+        pipeline_of(Raises()).train_step(batch())

@@ -118,6 +118,16 @@ def test_a_step_that_overflows_is_skipped_on_every_process(processes: ProcessPoo
         assert (found, norm == 0) == (scale, is_skipped)
 
 
+def test_a_skipped_step_leaves_no_statistics() -> None:
+    layers, others, scaler = build(gain=100.0), build(), gpipe.GradientScaler(2.0**20)
+    pipeline, (inputs, targets) = pipeline_of(layers, [2, 2]), batch()
+    assert pipeline.train_step((3 * inputs, targets), scaler=scaler).is_skipped
+    scaler.scale = 1.0
+    pipeline.train_step((inputs, targets), scaler=scaler)
+    pipeline_of(others, [2, 2]).train_step((inputs, targets))
+    assert all(map(torch.equal, layers[1].buffers(), others[1].buffers()))
+
+
 def skip_in_a_replica(rank: int, num_stages: int) -> list[Any]:
     """Train two replicas, of which the second alone overflows; return what a process has of each step."""
     mesh = init_device_mesh("cpu", (2, num_stages), mesh_dim_names=("replica", "stage"))

@@ -71,13 +71,16 @@ def test_tokens_count_alike_wherever_the_padding_is() -> None:
 
 def test_metrics_are_averaged_as_the_loss_is_and_keep_their_order() -> None:
     def function(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return outputs.mean(), {"second": (targets == 1).float().mean(), "first": outputs.max()}
+        many = torch.tensor(2**24 + 1)  # no number of float32
+        return outputs.mean(), {"second": (targets == 1).float().mean(), "first": outputs.max(), "many": many}
 
     loss = minibatch_loss(function, torch.tensor([1, 0, 1]), [2, 1])
     for i, part in enumerate(torch.tensor([1.0, 2.0, 6.0]).split([2, 1])):
         loss(part, i)
-    assert loss.totals() == pytest.approx({"loss": 3.0, "second": 2 / 3, "first": (2 * 2.0 + 6.0) / 3})
-    assert list(loss.totals()) == ["loss", "second", "first"]
+    totals = loss.totals()
+    assert totals.pop("many") == pytest.approx(2**24 + 1, rel=1e-12)
+    assert totals == pytest.approx({"loss": 3.0, "second": 2 / 3, "first": (2 * 2.0 + 6.0) / 3})
+    assert list(totals) == ["loss", "second", "first"]
 
 
 def test_parts_may_come_in_any_order() -> None:
@@ -94,9 +97,10 @@ def test_targets_may_be_nested() -> None:
     assert [float(loss(torch.ones(1), i)) for i in (0, 1)] == [1.0, 1.5]
 
 
-def test_weights_that_sum_to_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the loss weights of the mini-batch sum to 0\.0; at least one must be"):
-        minibatch_loss(token_loss, torch.full((2, 3), PADDING), [1, 1], num_tokens)
+@pytest.mark.parametrize(("weigh", "total"), [(num_tokens, 0.0), (lambda _: math.nan, math.nan)])
+def test_weights_that_sum_to_nothing_are_refused(weigh: LossWeight, total: float) -> None:
+    with pytest.raises(ValueError, match=rf"^the loss weights of the mini-batch sum to {total}; at least one must be"):
+        minibatch_loss(token_loss, torch.full((2, 3), PADDING), [1, 1], weigh)
 
 
 SCALAR = torch.tensor(1.0)

@@ -169,6 +169,19 @@ def test_two_views_of_one_tensor_are_two_entries() -> None:
     assert len(Payload.of((tensor, tensor.view(2, 2))).tensors) == 2
 
 
+def test_all_parts_of_a_tensor_share_its_memory() -> None:
+    whole = torch.zeros(9)
+    payload = Payload.of((whole, whole[1:2], whole[5:6], torch.zeros(9)))
+    payload.find_shared(payload)
+    assert payload.shared == [True, True, True, False]
+
+
+def test_tensors_without_elements_share_nothing() -> None:
+    payload = Payload.of((torch.empty(2, 0), torch.empty(2, 0)))
+    payload.find_shared(payload)
+    assert payload.shared == []
+
+
 def test_a_gradient_is_wanted_where_the_tensor_has_a_history() -> None:
     weight = torch.ones(2, requires_grad=True)
     assert Payload.of((torch.ones(2), weight * 2, torch.ones(2, dtype=torch.int64))).differentiable == [

@@ -112,3 +112,22 @@ def test_a_hook_that_fails_or_removes_itself_leaves_the_others() -> None:
         pipeline.train_step(batch())
     assert calls in (["once", "always", "always"], ["always", "always"])
     assert len(layers[0].weight._backward_hooks) == 1
+
+
+def test_a_step_that_failed_calls_no_hook_and_loses_no_gradient() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if fails:
+            raise OSError
+        return F.cross_entropy(outputs, targets)
+
+    layers, calls, fails = build(), [], False
+    pipeline = gpipe.Pipeline(layers, loss, [2, 3], 3)
+    layers[0].weight.register_hook(calls.append)
+    pipeline.train_step(batch())
+    before, fails = layers[0].weight.grad.clone(), True
+    with pytest.raises(gpipe.PipelineError):
+        pipeline.train_step(batch())
+    assert torch.equal(layers[0].weight.grad, before) and len(calls) == 1
+    fails = False
+    pipeline.train_step(batch())
+    assert len(calls) == 2

@@ -76,7 +76,7 @@ def test_a_step_that_failed_is_forgotten() -> None:
     pipeline = gpipe.Pipeline(layers, loss, [1, 1], 3, rematerialize="except_last", check_recomputation=True)
     with pytest.raises(gpipe.PipelineError):
         pipeline.train_step((torch.randn(6, 4), torch.full((6, 4), torch.nan)))
-    pipeline.train_step((torch.randn(2, 4), torch.randn(2, 4)))  # its last micro-batch was not the last one of that step
+    pipeline.train_step((torch.randn(2, 4), torch.randn(2, 4)))  # whose last one was not that step's
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex128])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,7 @@ import gpipe
 from gpipe.pipeline import split_backward
 from gpipe.pipeline.entry import _ANCHOR, _Entry
 from gpipe.pipeline.split_backward import run_split_backward
+from tests.support.calling_backward import CallingBackward
 
 
 class Of(nn.Module):
@@ -295,3 +298,17 @@ def test_after_a_step_that_failed_no_gradient_waits() -> None:
     with pytest.raises(gpipe.PipelineError):
         pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4)))
     assert waiting[-1] and not any(stage._waiting for stage in pipeline.stages.values())
+
+
+def test_no_graph_waits_for_the_garbage_collector() -> None:
+    hidden = CallingBackward.apply(torch.randn(5, 4, requires_grad=True), int)
+    node = weakref.ref(hidden.grad_fn)
+    roots = [(get_gradient_edge(nn.Linear(4, 3)(hidden).sum()), None)]
+    del hidden
+    gc.disable()
+    try:
+        run_split_backward(roots).compute()
+        roots.clear()
+        assert node() is None
+    finally:
+        gc.enable()
