@@ -88,7 +88,7 @@ def open_up_to_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     corpus = open_corpus("parallel_text", "train", root, tokenizer=tokenizer, languages=None, max_tokens=MAX_TOKENS)
     loader = TranslationLoader(corpus, batch_size, SEED, shuffle=True, temperature=TEMPERATURE)
     loader.set_epoch(0 if what == START else 1)
-    loader.start_batch = 0 if what == START else len(loader) // 2
+    loader.batch_numbers = range(0 if what == START else len(loader) // 2, len(loader))
     next(iter(loader))
     seconds, seconds_of_work = time.perf_counter() - started, time.process_time() - started_working
     return {"seconds": seconds, "seconds_of_work": seconds_of_work, "num_batches": len(loader)}

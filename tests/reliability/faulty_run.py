@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.launch.processes import Place
 from gpipe.programs import train as run
+from gpipe.training.loader import number_batches
 from tests.support.calling_backward import CallingBackward
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def in_loader(loader: Any, action: Callable[[], None]) -> None:
     kind = type(loader)
 
     def batches(self: Any) -> Iterator[Any]:
-        for number, batch in enumerate(kind.__iter__(self), self.start_batch):
+        for number, batch in zip(number_batches(self), kind.__iter__(self), strict=True):
             if number == STEP:
                 action()
             yield batch

@@ -19,6 +19,7 @@ from gpipe.pipeline.engine import Pipeline
 from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import exponential
+from gpipe.training.loader import number_batches
 from gpipe.training.losses import ClassificationLoss
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
@@ -38,7 +39,8 @@ class RandomImages:
         self.images = torch.randn(num_images, 1, 6, 6, generator=generator)
         self.images[torch.arange(num_images), 0, self.labels, :] += 2.0
         self.batch_size, self.shuffle = batch_size, shuffle
-        self.epoch, self.start_batch, self.stride, self.wait_seconds = 0, 0, 1, 0.0
+        self.batch_numbers: Sequence[int] | None = None
+        self.epoch, self.wait_seconds = 0, 0.0
         self.num_fetched, self.num_replaced, self.num_closed = 0, 0, 0
 
     def close(self) -> None:
@@ -46,7 +48,7 @@ class RandomImages:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, from its first mini-batch on."""
-        self.epoch, self.start_batch, self.stride = epoch, 0, 1
+        self.epoch, self.batch_numbers = epoch, None
 
     def __len__(self) -> int:
         return math.ceil(len(self.labels) / self.batch_size)
@@ -56,7 +58,8 @@ class RandomImages:
         if self.shuffle:
             order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(self.epoch))
         self.wait_seconds = 0.0
-        for indices in order.split(self.batch_size)[self.start_batch :: self.stride]:
+        parts = order.split(self.batch_size)
+        for indices in (parts[number] for number in number_batches(self)):
             self.num_fetched += 1
             self.wait_seconds += 0.25
             yield self.images[indices], self.labels[indices]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.evaluation import EvaluationMetrics, MultiLabelMetrics, TokenMetrics, choose_batches, evaluate
+from gpipe.training.loader import number_batches
 from gpipe.training.losses import MultiLabelLoss
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
@@ -32,10 +33,11 @@ class Sentences:
 
     def __init__(self, num_batches: int = 5) -> None:
         self.num_batches = num_batches
-        self.start_batch, self.stride, self.wait_seconds, self.num_replaced = 0, 1, 0.0, 0
+        self.batch_numbers: Sequence[int] | None = None
+        self.wait_seconds, self.num_replaced = 0.0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        self.start_batch, self.stride = 0, 1
+        self.batch_numbers = None
 
     def close(self) -> None:
         """Keep nothing."""
@@ -44,7 +46,7 @@ class Sentences:
         return self.num_batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for number in range(len(self))[self.start_batch :: self.stride]:
+        for number in number_batches(self):
             generator = torch.Generator().manual_seed(number)
             tokens = torch.randint(1, 9, (3, 4 + number), generator=generator)
             yield tokens, {"tokens": tokens, "language": torch.tensor([0, 1, number % 2])}
@@ -98,15 +100,17 @@ def test_the_batches_are_measured_once_each(num_images: int, batch_size: int) ->
 
 
 @given(num_batches=st.integers(1, 60), max_batches=st.integers(1, 70))
-def test_a_limit_chooses_mini_batches_at_equal_distances_from_end_to_end(num_batches: int, max_batches: int) -> None:
+def test_a_limit_chooses_as_many_mini_batches_spread_evenly_from_end_to_end(num_batches: int, max_batches: int) -> None:
     chosen = list(choose_batches(num_batches, max_batches))
+    assert len(chosen) == min(num_batches, max_batches)
     to_first, *distances, to_end = np.diff([-1, *chosen, num_batches])
-    assert 1 <= len(chosen) <= max_batches and len(set(distances)) <= 1
-    assert max(to_first, *distances, to_end) <= math.ceil(num_batches / max_batches)
+    assert max(distances, default=0) - min(distances, default=0) <= 1
+    assert min(to_first, *distances, to_end) >= 1 and abs(to_first - to_end) <= 1
+    assert max(to_first, *distances, to_end) <= math.ceil(num_batches / len(chosen)) + (len(chosen) == 1)
     assert list(choose_batches(num_batches, None)) == list(range(num_batches))
 
 
-@pytest.mark.parametrize(("max_batches", "chosen"), [(1, [2]), (2, [0, 3]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(("max_batches", "chosen"), [(1, [2]), (2, [1, 3]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])])
 def test_a_limit_leaves_the_chosen_mini_batches(max_batches: int, chosen: list[int]) -> None:
     pipeline, loader = Pipeline(small_layers(), F.cross_entropy, [NUM_LAYERS], 2), RandomImages(18, 4, shuffle=False)
     indices = np.concatenate([np.arange(18)[4 * number : 4 * number + 4] for number in chosen])

@@ -18,6 +18,7 @@ from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.training.evaluation import EvaluationMetrics, evaluate
 from gpipe.training.learning_rate import constant
+from gpipe.training.loader import number_batches
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress
 from gpipe.training.summary import StepSpeed, Totals
@@ -329,7 +330,7 @@ class Replacing(RandomImages):
 
     def __iter__(self) -> Any:
         self.num_replaced = 0
-        for number, batch in enumerate(super().__iter__(), start=self.start_batch):
+        for number, batch in zip(number_batches(self), super().__iter__(), strict=True):
             self.num_replaced += 2 * (number == 1)
             yield batch
 

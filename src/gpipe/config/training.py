@@ -218,8 +218,7 @@ class EvaluationConfig:
         every_epochs: evaluate every n epochs. null for this and `every_steps` never evaluates; otherwise the end of
             training is evaluated too.
         every_steps: evaluate every n steps; null leaves it to `every_epochs`.
-        max_batches: evaluate on at most n mini-batches of each set, and more than half as many, at equal distances;
-            null evaluates on all.
+        max_batches: evaluate on at most n mini-batches of each set, spread evenly; null evaluates on all.
         statistics_batches: before an evaluation, take the statistics of batch norms anew from n training mini-batches;
             null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.

@@ -45,7 +45,7 @@ class DatasetLoader(EpochLoader):
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the mini-batches from start_batch on."""
+        """Yield the mini-batches of batch_numbers."""
         self.wait_seconds = 0.0
         numbers = self._batch_numbers()
         parts: Sequence[list[int]] = [part.tolist() for part in self._parts()]

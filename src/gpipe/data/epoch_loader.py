@@ -1,6 +1,7 @@
 """The order in which an epoch shows the examples, and this replica's part of each mini-batch."""
 
 import math
+from collections.abc import Sequence
 from typing import Required, TypedDict
 
 import numpy as np
@@ -18,12 +19,13 @@ class EpochPosition:
         ValueError: the seed is negative, or replica_index is outside 0 .. num_replicas - 1.
 
     Attributes:
-        start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch resets it to 0.
-        stride: yield every stride-th mini-batch, so that replicas can share an evaluation; set_epoch resets it to 1.
+        batch_numbers: of the mini-batches of the next iteration, ascending, to resume within an epoch or to share an
+            evaluation out; None, to which set_epoch resets it, is all.
         wait_seconds: how long this iteration has waited for data so far.
         num_replaced: how many broken examples this process has replaced in this iteration so far.
     """
 
+    batch_numbers: Sequence[int] | None
     _num_batches: int
 
     def __init__(self, seed: int, replica_index: int, num_replicas: int) -> None:
@@ -40,20 +42,21 @@ class EpochPosition:
         """Choose the epoch of the next iteration, which begins with its first mini-batch."""
         if epoch < 0:
             raise ValueError(f"epoch {epoch} must not be negative")
-        self.epoch, self.start_batch, self.stride = epoch, 0, 1
+        self.epoch, self.batch_numbers = epoch, None
 
     def close(self) -> None:
         """Release what one iteration keeps for the next."""
 
     def __len__(self) -> int:
-        """Return the number of mini-batches per epoch; start_batch does not change it."""
+        """Return the number of mini-batches per epoch; batch_numbers do not change it."""
         return self._num_batches
 
-    def _batch_numbers(self) -> range:
+    def _batch_numbers(self) -> Sequence[int]:
         """Return the numbers of the mini-batches of the next iteration."""
-        if not 0 <= self.start_batch <= len(self):
-            raise ValueError(f"start_batch {self.start_batch} must lie in 0 to {len(self)}, the number of mini-batches")
-        return range(self.start_batch, len(self), self.stride)
+        numbers = range(len(self)) if self.batch_numbers is None else self.batch_numbers
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self):
+            raise ValueError(f"batch_numbers {numbers} must ascend and lie in 0 to {len(self) - 1}")
+        return numbers
 
 
 class EpochOptions(TypedDict, total=False):

@@ -1,6 +1,5 @@
 """Evaluate a pipeline on a whole data set: loss and accuracies, exact for batches of uneven sizes."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
@@ -213,8 +212,7 @@ def evaluate(
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
     chosen = choose_batches(len(loader), max_batches)
-    own_numbers = chosen[pipeline.job.replica_index :: pipeline.job.num_replicas]
-    loader.start_batch, loader.stride = min(own_numbers.start, len(loader)), own_numbers.step
+    loader.batch_numbers = chosen[pipeline.job.replica_index :: pipeline.job.num_replicas]
     sums: list[Tensor] = []
     for inputs, targets in iterate(loader, pipeline):
         parts = pipeline.measure(inputs, targets, metrics.measure, layers=layers)
@@ -228,19 +226,20 @@ def evaluate(
     return metrics.compute(torch.tensor(rows, dtype=torch.float64).sum(0))
 
 
-def choose_batches(num_batches: int, max_batches: int | None) -> range:
-    """Return the numbers of the mini-batches that count: as many as there may be at equal distances over the whole set.
+def choose_batches(num_batches: int, max_batches: int | None) -> Sequence[int]:
+    """Return the numbers of the mini-batches that count: as many as there may be, spread evenly over the whole set.
 
     A set is in the order of its classes, or of the lengths of its sentences, so its first mini-batches are unlike it.
 
         0 1 2 3 4 5 6 7 8 9     max_batches
-        x       x       x       3
-        x     x     x     x     4
+          x       x     x       3
+          x   x     x   x       4
+        x x x x   x x x x x     9
 
     Args:
         num_batches: of the set.
         max_batches: the most that count; None: all.
     """
-    distance = 1 if max_batches is None else max(1, math.ceil(num_batches / max_batches))
-    first = (num_batches - 1) % distance // 2  # as much is left out before the first one as after the last one
-    return range(first, num_batches, distance)
+    if max_batches is None or max_batches >= num_batches:
+        return range(num_batches)
+    return [(2 * part + 1) * num_batches // (2 * max_batches) for part in range(max_batches)]  # the middle of each part

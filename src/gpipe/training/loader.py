@@ -1,7 +1,7 @@
 """What training needs of the data: the mini-batches of an epoch, in an order that the epoch fixes."""
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import Any, Protocol, runtime_checkable
 
 from gpipe.pipeline.engine import Pipeline
@@ -15,11 +15,8 @@ class Loader(Protocol):
     its own loader, and all yield the same number of mini-batches.
     """
 
-    start_batch: int
-    """The first mini-batch of the next iteration, to resume within an epoch; `set_epoch` resets it to 0."""
-
-    stride: int
-    """The step from one mini-batch to the next; `set_epoch` resets it to 1."""
+    batch_numbers: Sequence[int] | None
+    """Which mini-batches the next iteration yields, ascending from 0; None, to which `set_epoch` resets it, is all."""
 
     wait_seconds: float
     """How long the current iteration has waited for data so far."""
@@ -34,23 +31,26 @@ class Loader(Protocol):
         """Release what an iteration keeps for the next one, such as processes."""
 
     def __len__(self) -> int:
-        """Return the number of mini-batches per epoch, whatever `start_batch` is."""
+        """Return the number of mini-batches per epoch, whatever `batch_numbers` are."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the mini-batches `start_batch`, `start_batch + stride`, ..."""
+        """Yield the mini-batches of `batch_numbers`."""
 
 
 def iterate(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
     """Yield a loader's mini-batches, telling the pipeline about the wait, which a failure's message then names."""
     batches = iter(loader)
-    number = loader.start_batch
-    while True:
+    for number in chain(number_batches(loader), repeat(len(loader))):
         with pipeline.job.activity.doing(f"loading mini-batch {number}"):
             batch = next(batches, None)
         if batch is None:
             return
         yield batch
-        number += loader.stride
+
+
+def number_batches(loader: Loader) -> Sequence[int]:
+    """Return the numbers of the mini-batches of a loader's next iteration."""
+    return range(len(loader)) if loader.batch_numbers is None else loader.batch_numbers
 
 
 class RepeatedLoader:
@@ -67,7 +67,7 @@ class RepeatedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; all have the same mini-batches."""
-        self.start_batch, self.stride = 0, 1
+        self.batch_numbers: Sequence[int] | None = None
 
     def close(self) -> None:
         """Release what the loader keeps."""
@@ -78,12 +78,12 @@ class RepeatedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the mini-batches from start_batch on."""
+        """Yield the mini-batches of batch_numbers."""
         self.wait_seconds, self.num_replaced = 0.0, 0
         if not self._kept:
             self._loader.set_epoch(0)
             self._kept = list(islice(self._loader, self._num_batches))
             self._loader.close()
             self.wait_seconds, self.num_replaced = self._loader.wait_seconds, self._loader.num_replaced
-        for number in range(self.start_batch, len(self), self.stride):
+        for number in number_batches(self):
             yield self._kept[number % self._num_batches]

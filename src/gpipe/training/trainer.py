@@ -283,7 +283,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch."""
         self.train_loader.set_epoch(self._epoch)
-        self.train_loader.start_batch = self._batch
+        self.train_loader.batch_numbers = range(self._batch, len(self.train_loader))
         waited_seconds, num_replaced, started = 0.0, 0, time.perf_counter()
         for batch in iterate(self.train_loader, self.pipeline):
             with self._profiled():

@@ -161,11 +161,11 @@ def test_resume_equals_the_tail_of_the_uninterrupted_epoch(make, num_workers: in
     uninterrupted, resumed = make(), make(num_workers=num_workers)
     uninterrupted.set_epoch(2)
     resumed.set_epoch(2)
-    resumed.start_batch = 4
+    resumed.batch_numbers = range(4, len(resumed))
     assert len(resumed) == len(uninterrupted) == 6
     assert_equal_batches(list(resumed), list(uninterrupted)[4:])
     resumed.set_epoch(3)
-    assert resumed.start_batch == 0
+    assert resumed.batch_numbers is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -175,18 +175,19 @@ def test_an_evaluation_set_is_shared_out_by_mini_batches(make, num_shares: int, 
     loader = make(shuffle=False, num_workers=num_workers)
     for share in range(num_shares):
         loader.set_epoch(0)
-        loader.start_batch, loader.stride = min(share, len(loader)), num_shares
+        loader.batch_numbers = range(len(loader))[share::num_shares]
         assert_equal_batches(list(loader), whole[share::num_shares])
     loader.set_epoch(0)
-    assert (loader.start_batch, loader.stride) == (0, 1)
+    loader.batch_numbers = [0, 1, 3]
+    assert_equal_batches(list(loader), [whole[number] for number in loader.batch_numbers])
 
 
 def test_resume_at_the_end_of_an_epoch_yields_nothing(make) -> None:
     loader = make()
-    loader.start_batch = len(loader)
+    loader.batch_numbers = range(len(loader), len(loader))
     assert list(loader) == []
-    loader.start_batch += 1
-    with pytest.raises(ValueError, match="start_batch 7 must lie in 0 to 6"):
+    loader.batch_numbers = [5, 6]
+    with pytest.raises(ValueError, match=r"batch_numbers \[5, 6\] must ascend and lie in 0 to 5"):
         next(iter(loader))
 
 

@@ -41,7 +41,7 @@ def make(image_set: ImageArray) -> Callable[..., ImageLoader]:
 
 def batches_of(loader: ImageLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
     loader.set_epoch(epoch)
-    loader.start_batch = start
+    loader.batch_numbers = range(start, len(loader))
     try:
         return list(loader)
     finally:

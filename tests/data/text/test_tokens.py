@@ -57,7 +57,7 @@ def test_replicas_share_a_mini_batch_and_a_resumed_epoch_goes_on() -> None:
     for (inputs, _), (first, _), (second, _) in zip(whole, *parts, strict=True):
         assert torch.equal(inputs[0::2], first) and torch.equal(inputs[1::2], second)
     resumed = loader(4)
-    resumed.start_batch = 2
+    resumed.batch_numbers = [2]
     assert [torch.equal(inputs, whole[2][0]) for inputs, _ in resumed] == [True]
 
 

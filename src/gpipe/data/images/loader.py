@@ -94,7 +94,7 @@ class ImageLoader(EpochLoader):
         self._answers: Iterator[_Answer] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the mini-batches from start_batch on."""
+        """Yield the mini-batches of batch_numbers."""
         parts = zip(self._batch_numbers(), self._parts(), strict=True)
         requests = [(self.epoch, number, indices) for number, indices in parts]
         self.wait_seconds = 0.0

@@ -67,7 +67,7 @@ class TokenLoader(EpochLoader):
         self._token_set = token_set
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the mini-batches from start_batch on."""
+        """Yield the mini-batches of batch_numbers."""
         parts = self._parts()
         self.wait_seconds = 0.0
         for indices in parts:

@@ -107,7 +107,7 @@ class TranslationLoader(EpochPosition):
         self._corpus = corpus if load_inputs or load_targets else None
 
     def __iter__(self) -> Iterator[TranslationBatch]:
-        """Yield the mini-batches from start_batch on."""
+        """Yield the mini-batches of batch_numbers."""
         shown = self._batch_numbers()
         self.wait_seconds = 0.0
         if self._corpus is None:
