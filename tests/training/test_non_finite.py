@@ -20,6 +20,7 @@ from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
+from gpipe.training.evaluation import EvaluationMetrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.tracking import METRICS_FILE, Tracker
 from gpipe.training.trainer import Trainer
@@ -256,3 +257,40 @@ def test_the_state_that_is_saved_right_after_the_best_evaluation_is_the_best(tmp
     with pytest.raises(NonFiniteError, match="the state before that step is saved"):
         trainer.train()
     assert find_best(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000001"
+
+
+class SpoiledMetrics(EvaluationMetrics):
+    """Finds no finite loss in one of its evaluations: the first is of the averages, the second of the weights."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.count = number, 0
+
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        self.count += 1
+        return super().compute(sums) | ({"loss": math.inf} if self.count == self.number else {})
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "loss"), (2, "raw_loss")])
+def test_the_state_is_saved_whose_evaluation_has_no_finite_loss_and_a_run_goes_on_from_it(
+    tmp_path: Path, number: int, name: str
+) -> None:
+    spoiled = small_trainer(tmp_path, metrics=SpoiledMetrics(number))
+    with pytest.raises(ValueError, match=rf"^the {name} on test after step 4 is inf \(the state is saved\): lower the"):
+        spoiled.train()
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000004"
+    whole, resumed = small_trainer(tmp_path / "whole"), small_trainer(tmp_path)
+    whole.train()
+    assert resumed.resume()
+    resumed.train()
+    assert_same_state(whole, resumed)
+
+
+def test_a_last_evaluation_without_a_finite_loss_is_made_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        spoiled = small_trainer(tmp_path, max_steps=3, metrics=SpoiledMetrics(1))
+        spoiled.resume()
+        with pytest.raises(ValueError, match="after step 3 is inf"):
+            spoiled.train()
+    resumed = small_trainer(tmp_path, max_steps=3)
+    assert resumed.resume()
+    assert resumed.train().evaluation == small_trainer(tmp_path / "whole", max_steps=3).train().evaluation

@@ -183,6 +183,11 @@ class Trainer:
         return is_out_of_patience or self.pipeline.step >= self.num_steps
 
     @property
+    def _evaluates_at_end(self) -> bool:
+        is_ever = self.evaluate_every_epochs is not None or self.evaluate_every_steps is not None
+        return is_ever and bool(self.evaluation_loaders)
+
+    @property
     def _is_saved(self) -> bool:
         return self._checkpoints.saved_step == self.pipeline.step
 
@@ -248,6 +253,8 @@ class Trainer:
             if not self._is_done:
                 self._checkpoints.rehearse(self._position, self._resumable())
             with self._progress:
+                if self._is_done and self._evaluates_at_end and self._totals.evaluated_step != self.pipeline.step:
+                    self._evaluate()  # an earlier session ended there because a loss was not finite
                 while not self._is_done:
                     self._train_epoch()
                 self._warn_of_old_checkpoints()
@@ -441,9 +448,8 @@ class Trainer:
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
-        is_last = self._is_done and (every_epochs is not None or every_steps is not None)
-        is_due = is_last or _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs))
-        evaluates = is_due and bool(self.evaluation_loaders)
+        is_due = _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs))
+        evaluates = (is_due and bool(self.evaluation_loaders)) or (self._is_done and self._evaluates_at_end)
         if evaluates:
             self._evaluate()
         # An evaluation may have ended the training.
@@ -467,7 +473,6 @@ class Trainer:
                 autocast=self.evaluation_autocast,
                 prepare=self._estimate_statistics,
             )
-        self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
@@ -476,11 +481,21 @@ class Trainer:
             self._tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self._progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
-            if not math.isfinite(metrics.get("loss", 0.0)):
-                raise ValueError(
-                    f"the loss on {name} after step {self.pipeline.step} is {metrics['loss']}: lower the learning "
-                    "rate, clip the gradients, or go on from an earlier checkpoint."
-                )
+        self._stop_unless_finite(evaluation)
+        self._totals.add_evaluation(evaluation, self.pipeline.step)
+
+    def _stop_unless_finite(self, evaluation: Mapping[str, Mapping[str, float]]) -> None:
+        """End the training at a loss that is not finite; the checkpoint of its state has no such evaluation."""
+        for name, metrics in evaluation.items():
+            for metric, value in metrics.items():
+                if metric.endswith("loss") and not math.isfinite(value):
+                    self._save()
+                    self._checkpoints.finish()
+                    saved = " (the state is saved)" if self._is_saved else ""
+                    raise ValueError(
+                        f"the {metric} on {name} after step {self.pipeline.step} is {value}{saved}: lower the learning "
+                        "rate, clip the gradients, or go on from an earlier checkpoint."
+                    )
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
