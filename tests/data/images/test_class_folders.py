@@ -1,6 +1,7 @@
 """ImageNet in one folder per class: order, links, and what is said of folders and images that are broken."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,8 +206,11 @@ def test_own_images_need_a_split_or_a_share(own_root: Path) -> None:
         check_image_set("image_folder", own_root, validation_share=0.1)
 
 
-def test_a_class_whose_name_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
-    for name in (b"cat", b"caf\xe9"):
-        (tmp_path / os.fsdecode(name)).mkdir()
-    with pytest.raises(ValueError, match=r"caf.udce9' has a name that is not UTF-8, and runs keep the names of class"):
+@pytest.mark.parametrize("name", [b"caf\xe9", b"two\nlines", b"red\x1b[31m", "\u2028".encode()])
+def test_a_class_whose_name_no_line_can_show_is_refused(tmp_path: Path, name: bytes) -> None:
+    (tmp_path / "Icon\r").touch()  # of a Mac, and no class
+    for each in (b"cat", "\u0645\u06cc\u200c\u062e".encode(), name):
+        (tmp_path / os.fsdecode(each)).mkdir()
+    shown = re.escape(ascii(os.fsdecode(name))[1:])
+    with pytest.raises(ValueError, match=rf"/{shown} has a name that is not one line of UTF-8 .*: rename it\.$"):
         check_own_folders(tmp_path, 0.5)

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
-from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_hidden, is_image
+from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_class_name, is_hidden, is_image
 from gpipe.data.location import find_training_folder
 
 _FOLDERS = {"train": "train", "test": "val"}
@@ -48,22 +48,14 @@ def check_own_folders(root: Path, share: float | None) -> None:
             f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, "
             "expected 2 or more: sort your images into one folder per class."
         )
-    for path in find_training_folder(root).iterdir():
-        if not _is_utf8(path.name):
+    for name in _list_classes(folder := find_training_folder(root)):
+        if not is_class_name(name):
             raise ValueError(
-                f"{str(path)!a} has a name that is not UTF-8, and runs keep the names of classes: rename it."
+                f"{str(folder / name)!a} has a name that is not one line of UTF-8 without control characters, and runs "
+                "keep the names of classes: rename it."
             )
     if share is None:
         _find_classes(root)
-
-
-def _is_utf8(name: str) -> bool:
-    """Return whether a name in the file system has no other bytes than those of UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _find_classes(root: Path) -> list[str]:

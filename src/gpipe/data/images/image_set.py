@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +158,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def is_hidden(name: str) -> bool:
     """Return whether people do not see a file or folder of this name, such as macOS and NAS leave beside images."""
     return name.startswith(".") or name == "@eaDir"  # where a Synology NAS keeps thumbnails
+
+
+def is_class_name(name: str) -> bool:
+    """Return whether files of lines and a terminal can show a name: no control characters, and none but UTF-8."""
+    return not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
 
 def is_image(name: str) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import draw_share, take_share
-from gpipe.data.images.image_set import ImageFiles, are_files
+from gpipe.data.images.image_set import ImageFiles, are_files, is_class_name
 
 _SUFFIXES = (".csv", ".parquet")
 _TABLES = {"train": "train", "test": "val"}
@@ -173,10 +173,10 @@ def _read(path: Path, _changed: int) -> _Table:
     for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
         if not name or not (given or has_several):
             raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
-        if several_lines := [label for label in given if "\n" in label]:
+        if wrong := [label for label in given if not is_class_name(label)]:
             raise ValueError(
-                f"{path}, image {row}, has the label {several_lines[0]!r}, expected one line, for runs keep a line per "
-                "class: rename it."
+                f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, for "
+                "runs keep a line per class: rename it."
             )
     return _Table(path, names, labels, has_several)
 
