@@ -29,10 +29,9 @@ def test_its_values_count_whatever_the_experiment_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEBUG)
-def test_it_fits_an_experiment_that_may_stop_early(name: str) -> None:
-    words = ["+experiment=transformer_multilingual_laptop"]
-    assert to_run(compose("train", overrides=words)).trainer.evaluation.patience is not None
-    to_run(compose("train", overrides=[*words, f"debug={name}"]))
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_it_fits_every_experiment(name: str, experiment: str) -> None:
+    to_run(compose("train", overrides=[f"+experiment={experiment}", f"debug={name}", "init_from=null"]))
 
 
 @pytest.mark.parametrize("name", DEBUG)
