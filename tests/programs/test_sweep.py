@@ -1,6 +1,7 @@
 """A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -144,8 +145,10 @@ def test_a_job_that_another_process_does_is_left_to_it(folder: Path, capsys: pyt
 def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(
     folder: Path, error: str, reason: str
 ) -> None:
-    assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed", error=error)) is None
-    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", reason, to_plain(run_of()))
+    open_run = lambda: run_of("trainer.autocast=auto", "trainer.channels_last=null", "launch.device=cpu")  # noqa: E731
+    assert run_job(folder, OVERRIDES, "digits", open_run, Training("failed", error=error)) == -math.inf
+    settled = to_plain(settle_precision(open_run(), ACCELERATORS["cpu"]))
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", reason, settled)
     assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
     assert outcome_in(folder).status == "done"
 
@@ -154,7 +157,7 @@ def test_missing_data_is_no_failure(folder: Path, capsys: pytest.CaptureFixture[
     def check() -> RunConfig:
         raise DataMissing("The image set cifar10 is missing.\nLooked for: ...")
 
-    assert run_job(folder, OVERRIDES, "cifar10", check, Training()) is None
+    assert run_job(folder, OVERRIDES, "cifar10", check, Training()) == -math.inf
     assert outcome_in(folder) == Outcome("not run", OVERRIDES, "cifar10", "data missing")
     assert capsys.readouterr().out == "\nnot run: data=digits seed=3: data missing\n"
 
@@ -210,7 +213,7 @@ def test_the_table_of_speeds_has_the_figures_that_there_are_and_a_narrow_termina
 
 
 def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.batch_size=0"), Training()) is None
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.batch_size=0"), Training()) == -math.inf
     outcome = outcome_in(folder)
     assert outcome.status == "failed" and str(outcome.reason).startswith("trainer.batch_size is 0")
     said = capsys.readouterr()
@@ -304,7 +307,7 @@ def test_a_setting_that_follows_from_the_seed_is_averaged_over_too(tmp_path: Pat
 def test_a_table_has_the_jobs_of_its_sweep_also_those_done_before_and_names_others_in_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hydra = {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": str(tmp_path)}}
+    hydra = {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": str(tmp_path), "subdir": "${hydra.job.num}"}}
     config = OmegaConf.create({"reproduction": None, "hydra": hydra})
     for seeds in ((0, 1, 2), (0, 1)):  # then the experiment's file is edited
         (end := SweepEnd()).on_multirun_start(config)
@@ -329,14 +332,21 @@ def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
 
 
 def test_a_reproduction_that_is_not_here_is_refused_before_the_first_job(tmp_path: Path) -> None:
-    hydra = {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": str(tmp_path / "sweep")}}
+    hydra = {
+        "runtime": {"cwd": str(tmp_path), "choices": {}},
+        "sweep": {"dir": str(tmp_path / "sweep"), "subdir": "${a}"},
+    }
     config = OmegaConf.create({"reproduction": "claim", "hydra": hydra})
-    with pytest.raises(SystemExit, match=r"reproduction is claim, but there is no .*runs\.jsonl: start train"):
+    with pytest.raises(SystemExit, match=r"reproduction is claim, but .* has no claims: start train.py in its repo"):
         SweepEnd().on_multirun_start(config)
+    SweepEnd().on_run_start(config)  # which has no use for it
     SweepEnd().on_multirun_start(OmegaConf.merge(config, {"reproduction": None}))
     (tmp_path / "reproductions" / "claim").mkdir(parents=True)
     (tmp_path / "reproductions" / "claim" / "runs.jsonl").touch()
     SweepEnd().on_multirun_start(config)
+    for start in (SweepEnd().on_multirun_start, SweepEnd().on_run_start):
+        with pytest.raises(SystemExit, match=r"reproduction is claims, expected null, or one of claim: correct it\.$"):
+            start(OmegaConf.merge(config, {"reproduction": "claims"}))
 
 
 def test_a_cluster_that_is_not_here_is_refused_before_the_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +362,32 @@ def test_a_search_that_evaluates_nothing_is_refused_before_the_first_job() -> No
     words = ["+search=learning_rate", "trainer.evaluation.every_epochs=null"]
     with pytest.raises(SystemExit, match=r"every_epochs and every_steps are null, but a search compares .*: set one"):
         SweepEnd().on_multirun_start(compose("train", overrides=words, return_hydra_config=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra/sweeper=optuna"], r"direction is minimize, expected maximize, because .*: set hydra.sweeper.direc"),
+        (["+search=learning_rate", "hydra.sweeper.storage=sqlite:///a"], r"storage is set, expected null, because"),
+    ],
+)
+def test_another_search_is_refused_before_the_first_job(words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        SweepEnd().on_multirun_start(compose("train", overrides=words, return_hydra_config=True))
+
+
+@pytest.mark.parametrize("subdir", ["/elsewhere/${hydra.job.num}", "a/${hydra.job.num}", "all"])
+def test_jobs_outside_the_folder_of_their_sweep_or_in_one_folder_are_refused(subdir: str) -> None:
+    composed = compose("train", overrides=[f"hydra.sweep.subdir='{subdir}'"], return_hydra_config=True)
+    with pytest.raises(SystemExit, match=r"subdir is .*, expected a name without slashes that differs by job: leave"):
+        SweepEnd().on_multirun_start(composed)
+
+
+def test_to_work_in_the_folder_of_a_run_is_refused() -> None:
+    composed = compose("train", overrides=["hydra.job.chdir=true"], return_hydra_config=True)
+    for begin in (SweepEnd().on_run_start, SweepEnd().on_multirun_start):
+        with pytest.raises(SystemExit, match=r"hydra.job.chdir is true, expected false, because .*: leave it out\.$"):
+            begin(composed)
 
 
 def test_a_damaged_record_of_a_job_is_named(tmp_path: Path) -> None:

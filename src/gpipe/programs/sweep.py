@@ -12,7 +12,9 @@
 A job that has a record of the same settings is not run again; an unfinished one continues from its last checkpoint.
 """
 
+import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -39,6 +41,7 @@ from gpipe.programs.resume import CONFIG_FILE, clear
 from gpipe.records import RECORD_FILE, Record, command_line, is_reusable
 
 OVERRIDES_FILE = "overrides.txt"
+_WORST = -math.inf
 
 
 class Train(Protocol):
@@ -53,7 +56,8 @@ def run_job(
 ) -> float | None:
     """Run one job of a sweep unless it is done; return its top-1, which a search maximises.
 
-    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep.
+    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep. It
+    is then worse than any top-1: without a value a search learns nothing of it, and ends without a table if all fail.
     A job that another process is running is left to it.
 
     Args:
@@ -84,17 +88,17 @@ def _run_held_job(
     except DataMissing:
         print(f"\nnot run: {label}: data missing", flush=True)
         write_outcome(folder, made("not run", reason="data missing"))
-        return None
+        return _WORST
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
         reason = redact(str(error))
         print(f"\njob: {label}", flush=True)
         print(f"error: {reason}", file=sys.stderr, flush=True)
         write_outcome(folder, made("failed", reason=reason))
-        return None
+        return _WORST
     if lack is not None:
         print(f"\nnot run: {label}: {lack}", flush=True)
         write_outcome(folder, made("not run", reason=lack, config=to_plain(run)))
-        return None
+        return _WORST
     print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
     if record is None:
         try:
@@ -104,8 +108,8 @@ def _run_held_job(
         except SystemExit as end:
             if end.code != 1:
                 raise
-            write_outcome(folder, made("failed", reason=_reason(folder), config=to_plain(run)))
-            return None
+            write_outcome(folder, made("failed", reason=_reason(folder), config=to_plain(_settle(run))))
+            return _WORST
         record = _record(folder, run)
     write_outcome(folder, made("done"))
     return None if record is None else record.results.get("top1")
@@ -115,8 +119,14 @@ def mention_sweep(job: HydraConf) -> None:
     """Say that a run is one of a sweep, where its command line says nothing of what the sweep varies."""
     said = {word.lstrip("+").partition("=")[0] for word in job.overrides.task}
     swept = [key.lstrip("+") for key in job.sweeper.get("params") or {}]
-    if not said.intersection(swept) and swept and os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not said.intersection(swept) and swept:
         print(f"This is one run, of a sweep over {', '.join(swept)}: add -m for the sweep.", flush=True)
+    elif "reproduction" in said and "reproduction=null" not in job.overrides.task:
+        print(
+            "This is one run, and reproduction=... gets the records of sweeps: add -m, for a sweep of one.", flush=True
+        )
 
 
 class SweepEnd(Callback):
@@ -129,6 +139,8 @@ class SweepEnd(Callback):
                 f"error: hydra/launcher={launcher} starts the jobs of a sweep, but this is a single run: add -m, which "
                 "makes it a sweep of one job."
             )
+        _refuse_unknown_claim(config, is_sweep=False)
+        _refuse_to_move(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse what no job can do before the first one starts, such as to reach a cluster that is not here."""
@@ -148,11 +160,15 @@ class SweepEnd(Callback):
                 "error: trainer.evaluation.every_epochs and every_steps are null, but a search compares the top-1 of "
                 "its trials: set one of them, such as trainer.evaluation.every_epochs=1."
             )
-        runs = Path(config.hydra.runtime.cwd) / "reproductions" / f"{config.reproduction}" / "runs.jsonl"
-        if config.reproduction is not None and not (find_spec("reproductions") and runs.exists()):
+        if _is_search(config):
+            _refuse_other_searches(config.hydra.sweeper)
+        _refuse_unknown_claim(config, is_sweep=True)
+        _refuse_to_move(config)
+        subdir = str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index,call-overload]
+        if "${" not in subdir or "/" in re.sub(r"\$\{.*\}", "", subdir):
             raise SystemExit(
-                f"error: reproduction is {config.reproduction}, but there is no {runs}: start train.py in the root of "
-                "its repository, or set reproduction=null."
+                f"error: hydra.sweep.subdir is {subdir}, expected a name without slashes that differs by job: leave "
+                "it out, or set it to '${hydra.job.num}'."
             )
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +185,8 @@ class SweepEnd(Callback):
         found = read_jobs(folder)
         jobs = [job for job in found if job.written >= self._began]
         summarize(folder, jobs, [job for job in found if job.written < self._began])
-        if _is_search(config):
-            print(describe_best(jobs), flush=True)
+        if _is_search(config) and (best := describe_best(jobs)):
+            print(best, flush=True)
         if config.reproduction is not None:
             from reproductions.additions import add_jobs  # no training waits for the tables of all pages
             from reproductions.pages import write_pages
@@ -181,6 +197,41 @@ class SweepEnd(Callback):
             print(f"The records, and why jobs did not run, are in reproductions/{config.reproduction}.", flush=True)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
+
+
+def _refuse_unknown_claim(config: DictConfig, *, is_sweep: bool) -> None:
+    """Refuse a claim that is not here; a single run has no use for one, and may be anywhere."""
+    root, name = Path(config.hydra.runtime.cwd), config.get("reproduction")
+    found = root.glob("reproductions/*/runs.jsonl") if find_spec("reproductions") else ()
+    claims = sorted(path.parent.name for path in found)
+    if name in (None, *claims) or not (claims or is_sweep):
+        return
+    if not claims:
+        raise SystemExit(f"error: reproduction is {name}, but {root} has no claims: start train.py in its repository.")
+    raise SystemExit(f"error: reproduction is {name}, expected null, or one of {', '.join(claims)}: correct it.")
+
+
+def _refuse_to_move(config: DictConfig) -> None:
+    """Refuse to work in a run's own folder, where the same command would not find its earlier runs."""
+    if OmegaConf.select(config, "hydra.job.chdir"):
+        raise SystemExit(
+            "error: hydra.job.chdir is true, expected false, because names of files are relative to where a program "
+            "starts, and a run writes into its own folder anyway: leave it out."
+        )
+
+
+def _refuse_other_searches(sweeper: DictConfig) -> None:
+    """Refuse a search for anything but the largest top-1, and a database: SQLAlchemy 2 writes none of Optuna 2."""
+    if (direction := getattr(sweeper.direction, "name", sweeper.direction)) != "maximize":
+        raise SystemExit(
+            f"error: hydra.sweeper.direction is {direction}, expected maximize, because a search compares the top-1 of "
+            "its trials: set hydra.sweeper.direction=maximize."
+        )
+    if sweeper.storage is not None:  # which may have a password
+        raise SystemExit(
+            "error: hydra.sweeper.storage is set, expected null, because a search is in the sweep's folder: leave it "
+            "out; the same command again goes on."
+        )
 
 
 def _is_search(config: DictConfig) -> bool:
@@ -196,6 +247,14 @@ def _lack_of_devices(run: RunConfig) -> str | None:
     except DevicesMissing as missing:
         return missing.reason
     return None
+
+
+def _settle(run: RunConfig) -> RunConfig:
+    """Return a run's settings with what its device decides, as its record would have them."""
+    from gpipe.programs.layout import accelerator_at_hand
+    from gpipe.programs.precision import settle_precision
+
+    return settle_precision(run, accelerator_at_hand(run))
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:
