@@ -109,6 +109,32 @@ def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resolve"], "--resolve changes what --cfg prints: add --cfg job, or leave --resolve out"),
+        (["--package", "trainer"], "--package changes what --cfg prints: add --cfg job, or leave --package out"),
+        (["-m", "seed=1", "--cfg", "job"], "--multirun and --cfg exclude each other: leave out all but one"),
+        (["--config-dir", "nowhere"], "--config-dir is nowhere, which is no folder: correct it"),
+        (
+            ["--experimental-rerun=a"],
+            "--experimental-rerun loads a pickle, which may run any code: start the run's command again",
+        ),
+        (["--epochs=3"], "unrecognized arguments: --epochs=3: see --help"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    done = train_in(tmp_path, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}.\n")
+
+
+@pytest.mark.parametrize("option", ["--help", "--info=defaults", "--cfg=job"])
+def test_whatever_is_shown_a_wrong_word_is_told_in_one_sentence(tmp_path: Path, option: str) -> None:
+    done = train_in(tmp_path, option, "+experiment=amoebanet_imagnet")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "amoebanet_imagnet" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_typo_in_yaml_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "typo.yaml").write_text("# @package _global_\ntrainer:\n  num_epochs: [1\nseed: 3\n")

@@ -74,7 +74,24 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
         ),
         ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
         ("experiment=transfer", "error: experiment is not chosen by default: write +experiment=..., with a plus.\n"),
-        ("data.root=grün", "error: data.root=grün has characters that Hydra takes in quotes alone: write "),
+        (
+            "data.root=grün",
+            "error: data.root=grün cannot be read: correct it, or write \"data.root='grün'\", with both",
+        ),
+        ("seed", "error: seed has no value: write seed=... .\n"),
+        ("seed=1,2", "error: seed has the values 1,2: add -m for a run with each, or write 'seed=[1,2]' for a list.\n"),
+        ("seed=${seed}", "error: seed is ${seed}: Recursive interpolation detected: correct it.\n"),
+        ("seed=???", "error: seed is not set, expected a value: set seed=... .\n"),
+        ("+data=digits", "error: data is chosen already: write data=..., without a plus.\n"),
+        (
+            "debug=null",
+            "error: debug=null, expected the name of a file of that group: correct that word, or leave it out.",
+        ),
+        (
+            "tracking=none",
+            "error: tracking=none is unknown, expected one of disabled, offline, online, tensorboard: co",
+        ),
+        ("+experiment=[transfer,none]", "error: experiment=none is unknown: correct its name.\n"),
         ("hydra.run.dir=/etc/hostname/x", "error: /etc/hostname/x cannot be made or opened (Not a directory): name "),
     ],
 )
@@ -144,7 +161,9 @@ def test_a_run_of_what_is_a_sweep_says_so(tmp_path: Path, said: bool) -> None:
 def test_a_loss_of_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     done = start(tmp_path, *TINY, "optimizer.learning_rate=1e9", "trainer.max_steps=1")
     assert done.returncode == 1
-    assert re.search(r"error: the loss on test after step \d is (nan|inf): lower the learning rate", done.stderr)
+    assert re.search(
+        r"error: the loss on test after step \d is (nan|inf) \(the state is saved\): lower the", done.stderr
+    )
 
 
 def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_path: Path) -> None:

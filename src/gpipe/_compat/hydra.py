@@ -4,9 +4,12 @@ Hydra has no public hook between the files and what it composes of them, nor one
 """
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 from hydra._internal import utils  # noqa: TID251
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # noqa: TID251
@@ -19,22 +22,46 @@ __all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "IConfigRepository", "
 @contextmanager
 def surround_runs(surrounding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """While the body runs, run what Hydra runs for a program in a context of its own, and let -m stand anywhere."""
-    report, make_parser = utils.run_and_report, hydra_main.get_args_parser
+    report, make_parser, run = utils.run_and_report, hydra_main.get_args_parser, hydra_main._run_hydra
 
-    def run_and_report(func: Callable[[], Any]) -> Any:
-        def run() -> Any:
-            with surrounding():
-                return func()
-
-        return report(run)
+    def run_surrounded(*args: Any, **settings: Any) -> None:
+        with surrounding():
+            run(*args, **settings)
 
     def make_patient_parser() -> Any:
         parser = make_parser()
-        parser.parse_args = parser.parse_intermixed_args
+        parser.parse_args = partial(_parse, parser)
+        parser.error = lambda message: _refuse(f"{message}: see --help")
         return parser
 
-    utils.run_and_report, hydra_main.get_args_parser = run_and_report, make_patient_parser
+    utils.run_and_report = lambda func: func()  # which would print what `surrounding` prints
+    hydra_main.get_args_parser, hydra_main._run_hydra = make_patient_parser, run_surrounded
     try:
         yield
     finally:
-        utils.run_and_report, hydra_main.get_args_parser = report, make_parser
+        utils.run_and_report, hydra_main.get_args_parser, hydra_main._run_hydra = report, make_parser, run
+
+
+def _parse(parser: ArgumentParser) -> Namespace:
+    """Parse the command line; refuse options that exclude each other, or that would have no effect."""
+    found = parser.parse_intermixed_args()
+    if found.experimental_rerun is not None:
+        _refuse("--experimental-rerun loads a pickle, which may run any code: start the run's command again")
+    if found.config_dir is not None and not Path(found.config_dir).is_dir():
+        _refuse(f"--config-dir is {found.config_dir}, which is no folder: correct it")
+    commands = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name}".replace("_", "-") for name in commands if getattr(found, name)]
+    if len(given) > 1:
+        _refuse(f"{' and '.join(given)} exclude each other: leave out all but one")
+    for option, is_given, others in (
+        ("--resolve", found.resolve, found.cfg or found.help),
+        ("--package", found.package is not None, found.cfg),
+    ):
+        if is_given and not others:
+            _refuse(f"{option} changes what --cfg prints: add --cfg job, or leave {option} out")
+    return found
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {message}.", file=sys.stderr)
+    raise SystemExit(2)

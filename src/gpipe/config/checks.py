@@ -23,6 +23,11 @@ def why(error: Exception) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
 
 
+def add_remedy(message: str) -> str:
+    """Return a message as a sentence with a remedy, which one with a full stop has."""
+    return message if message.endswith(".") else f"{message}: correct it."
+
+
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Raise ConfigError unless `holds`."""
     if not holds:

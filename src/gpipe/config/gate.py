@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe._compat.hydra import CachingConfigRepository, ConfigLoaderImpl, IConfigRepository
-from gpipe.config.checks import ConfigError, why
+from gpipe.config.checks import ConfigError, add_remedy, why
 from gpipe.config.group_files import drop_replaced_values, explain_file
 from gpipe.config.interpolations import refuse_endless_interpolations
 from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
@@ -146,7 +146,15 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
             _refuse_secret(place, f"{key} {value}")
         if isinstance(value, str) and "${oc.env" in value:
             _resolved(composed, place, value)
-        if (expected := _expected(composed, place, key, value, overrides)) is None:
+        try:
+            expected = _expected(composed, place, key, value, overrides)
+        except ConfigCompositionException:
+            if any(_is_said(place, override) for override in overrides):
+                continue  # it may follow from what only a job has, such as its number
+            for own, _, said in entries:  # a setting of the run that Hydra's own follow from is named instead
+                _resolved(composed, own, said)
+            raise
+        if expected is None:
             continue
         if any(_is_said(place, override) for override in overrides) or _is_chosen(composed, place, value, overrides):
             continue
@@ -230,6 +238,7 @@ def _composed_and_checked(
     for override in overrides:  # before Hydra can complain of one and repeat it
         _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
         _refuse_deletion(override)
+        _refuse_no_file(override, self.repository)
     self.words = overrides  # type: ignore[attr-defined]  # for _merged_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
     if config_name is not None:  # else Hydra's own settings alone, for --hydra-help
@@ -303,7 +312,7 @@ def _resolved(composed: DictConfig, place: str, value: Any) -> str:
         found = OmegaConf.select(composed, place)
         return str(value if found is None else found)
     except OmegaConfBaseException as error:
-        raise ConfigCompositionException(f"{place} is {value}: {why(error)}") from None
+        raise ConfigCompositionException(f"{place} is {value}: {add_remedy(why(error))}") from None
 
 
 def _refuse_secret(place: str, text: str) -> None:
@@ -321,6 +330,14 @@ def _refuse_deletion(override: str) -> None:
         raise ConfigCompositionException(
             f"{override} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."
         )
+
+
+def _refuse_no_file(override: str, repo: IConfigRepository) -> None:
+    """Refuse a group's null or number, of which Hydra says only that it is no name."""
+    key, _, value = override.lstrip("+").partition("=")
+    if not key or (re.fullmatch(r"(?i)null|true|false|[\d.-]+", value) and repo.group_exists(key)):
+        expected = "the name of a file of that group" if key else "<key>=<value>"
+        raise ConfigCompositionException(f"{override}, expected {expected}: correct that word, or leave it out.")
 
 
 def _secret_is_read(name: str) -> str:

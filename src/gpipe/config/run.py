@@ -11,10 +11,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
-from gpipe.config.checks import ConfigError, at_least, countable, require, why
+from gpipe.config.checks import ConfigError, add_remedy, at_least, countable, require, why
 from gpipe.config.data import (
     DataConfig,
     ImagesConfig,
@@ -293,8 +293,10 @@ def to_run(composed: DictConfig) -> RunConfig:
         raise ConfigError(
             f"{error.full_key} follows from a setting that is not there ({why(error)}): set {error.full_key}=... ."
         ) from None
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is not set, expected a value: set {error.full_key}=... .") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {why(error)}") from None
+        raise ConfigError(f"{error.full_key}: {add_remedy(why(error))}") from None
     assert isinstance(run, RunConfig)
     _refuse_without_effect(run)
     return run

@@ -20,7 +20,14 @@ _TELLER_SECONDS = 3.0  # until Weights & Biases has heard of the end
 # A launcher's message contains the log of its job, between lines of dashes.
 _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
-_UNKNOWN = re.compile(r"Could not override '(?P<key>[^']+)'")  # Hydra's
+# Hydra's.
+_UNKNOWN = re.compile(r"Could not override '(?P<key>[^']+)'")
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '\+*([^=]+)=(.*)'\n")
+_CHOSEN = re.compile(r"Multiple values for ([^.]+)\.")
+_ABSENT = re.compile(
+    r"(In '[^']+': )?Could not (find|load) '(?P<group>[^']+)/(?P<name>[^'/]*)'\.?\n"
+    r"(\nAvailable options in '[^']+':\n(?P<there>[^:]*))?\n?Config search path"
+)
 
 
 @contextmanager
@@ -143,13 +150,31 @@ def _sentence(error: Exception) -> str:
     message = _LOG.sub(_last_line, str(error))
     if message == "No trials are completed yet.":  # Optuna's
         return "no trial of the search was completed: the message of each is above, and its traceback in its folder."
-    if "LexerNoViableAltException" in message:
-        word = message.partition(": ")[2].partition("\n")[0]
-        key, _, value = word.partition("=")
-        return (
-            f"{word} has characters that Hydra takes in quotes alone: write \"{key}='{value}'\", with both kinds of "
-            "quotes."
-        )
+    if (said := _of_a_word(error, message)) is not None:
+        return said
+    if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
+        reason = str(error.__cause__).partition("\n")[0]
+        word = message.removeprefix("Error merging override ")
+        message = f"{word}: {reason}: correct it." if word != message else f"{message}\n{reason}".strip()
+    message = message.partition("\n\nConfig search path:")[0]
+    return message if is_sentence and message else f"{type(error).__name__}: {message}"
+
+
+def _of_a_word(error: Exception, message: str) -> str | None:
+    """Say which word of the command line, or choice of a file, Hydra cannot take; None where its own words must do."""
+    if (word := getattr(error, "override", None)) is not None:  # which it cannot parse
+        key, is_set, value = word.partition("=")
+        quoted = value.replace("'", r"\'")
+        as_text = f"correct it, or write \"{key}='{quoted}'\", with both kinds of quotes"
+        return f"{word} cannot be read: {as_text}." if is_set else f"{word} has no value: write {word}=... ."
+    if ambiguous := _AMBIGUOUS.match(message):
+        key, values = ambiguous.groups()
+        return f"{key} has the values {values}: add -m for a run with each, or write '{key}=[{values}]' for a list."
+    if absent := _ABSENT.match(message):
+        there = f", expected one of {', '.join(absent['there'].split())}" if absent["there"] else ""
+        return f"{absent['group']}={absent['name']} is unknown{there}: correct its name."
+    if chosen := _CHOSEN.match(message):
+        return f"{chosen[1]} is chosen already: write {chosen[1]}=..., without a plus."
     if unknown := _UNKNOWN.match(message):
         if "No match in the defaults list" in message:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
@@ -160,11 +185,7 @@ def _sentence(error: Exception) -> str:
         group = unknown["key"].partition(".")[0]
         choice = f", or choose the {group}=... that has it" if group in ("data", "model", "optimizer") else ""
         return f"{unknown['key']} is unknown{there}: correct its name{choice}."
-    if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
-        reason = str(error.__cause__).partition("\n")[0]
-        word = message.removeprefix("Error merging override ")
-        message = f"{word}: {reason}" if word != message else f"{message}\n{reason}".strip()
-    return message if is_sentence and message else f"{type(error).__name__}: {message}"
+    return None
 
 
 def _of_a_file(error: OSError) -> str | None:
