@@ -261,6 +261,12 @@ def test_a_model_has_no_hook_list_or_tensor_changed_by_being_recorded() -> None:
     assert torch.equal(gpipe.as_layers(model, x[:2])(x), expected)
 
 
+def test_a_buffer_may_be_sparse() -> None:
+    model, x = Running(lambda self, x: self.b(x)), torch.randn(5, 4)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+
+
 class Regularized(Parts):
     """Computes with its parameters as lists of torch give them."""
 

@@ -237,7 +237,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
     entries = [(value, _snapshot(value)) for value in find_containers(values)]
     tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
-    memory = [(own, own.data) for own in chain(model.parameters(), model.buffers()) if not is_lazy(own)]
+    dense = (own for own in chain(model.parameters(), model.buffers()) if own.layout is torch.strided)
+    memory = [(own, own.data) for own in dense if not is_lazy(own)]
     try:
         yield
     finally:
