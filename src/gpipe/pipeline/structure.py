@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))
 TIES = "_gpipe_ties"
-"""An attribute of layers that went through a pipeline: their copies of tied parameters, each with its group's mark.
+"""An attribute of modules that went through a pipeline: their copies of tied parameters, each with its group's mark.
 
-So they are still known as tied. A deepcopy keeps a layer's attributes, and not those of a parameter.
+So they are still known as tied, also in other layers. A deepcopy keeps a module's attributes, not a parameter's.
 """
 _MODULES_OWN = ("_parameters", "_buffers", "_modules", TIES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -97,6 +97,15 @@ def test_copies_of_layers_that_went_through_a_pipeline_are_tied_to_each_other() 
     assert pipeline_of(copy.deepcopy(layers)).ties == (TABLE, MATRIX)
     both = nn.Sequential(*layers, *copy.deepcopy(layers))
     assert [len(group) for group in TiedParameters(both).groups] == [len(TABLE), len(MATRIX)] * 2
+
+
+def test_layers_that_went_through_a_pipeline_are_tied_in_other_layers_too() -> None:
+    layers = tied_layers()
+    pipeline_of(layers)
+    grouped = nn.Sequential(layers[:3], layers[3:])
+    assert [len(group) for group in TiedParameters(grouped).groups] == [len(TABLE), len(MATRIX)]
+    pipeline_of(grouped)
+    assert pipeline_of(nn.Sequential(*grouped[0], *grouped[1])).ties == (TABLE, MATRIX)
 
 
 def test_what_one_layer_has_twice_stays_one_parameter() -> None:
@@ -247,3 +256,27 @@ def overlap(rank: int) -> str:
 def test_parameters_of_two_processes_that_share_a_part_of_their_memory_are_refused(processes: ProcessPool) -> None:
     for message in processes.run(2, overlap):
         assert message.startswith("layers.0.weight and layers.2.weight share memory, but are not one parameter, so one")
+
+
+class Wrapping(Tensor):
+    """Has no memory of its own, as quantised weights and those of several devices have none."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, wrapped: Tensor) -> Self:
+        return Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+
+    def __init__(self, wrapped: Tensor) -> None:
+        self.wrapped = wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].wrapped) if function is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_parameters_without_memory_of_their_own_share_none() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in layers:
+        layer.weight = nn.Parameter(Wrapping(torch.ones(3, 3)))
+    TiedParameters(layers).build({0: torch.device("cpu")}, 0)  # as the first of two processes does

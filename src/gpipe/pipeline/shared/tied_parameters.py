@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
@@ -77,7 +76,7 @@ class TiedParameters:
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._layers = layers
-        marks = {id(parameter): mark for layer in layers for parameter, mark in layer.__dict__.get(TIES, ())}
+        marks = {id(parameter): mark for own in layers.modules() for parameter, mark in own.__dict__.get(TIES, ())}
         found: dict[Hashable, list[Member]] = {}
         for index, layer in enumerate(layers):
             for name, parameter in layer.named_parameters():
@@ -92,7 +91,7 @@ class TiedParameters:
         self._places = sorted(
             (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, member)
             for member, parameter in firsts
-            if not is_lazy(parameter) and not parameter.is_meta and parameter.is_contiguous()
+            if _has_memory(parameter) and parameter.is_contiguous()
         )
 
     def settings(self) -> dict[str, Any]:
@@ -139,12 +138,13 @@ class TiedParameters:
             values |= {group: layer.get_parameter(group[0].name).detach() for group in firsts}
             if index in devices:
                 built[index] = layer
-        for layer in self._layers:
-            layer.__dict__.pop(TIES, None)
+        for module in self._layers.modules():
+            module.__dict__.pop(TIES, None)
         for group in self.groups:
             mark = object()
             for member in group:
-                self._layers[member.layer].__dict__.setdefault(TIES, []).append((self._parameter(member), mark))
+                owner = self._layers[member.layer].get_submodule(member.name.rpartition(".")[0])
+                owner.__dict__.setdefault(TIES, []).append((self._parameter(member), mark))
         return {index: built[index] for index in devices}
 
     def _refuse_overlaps(self, devices: Mapping[int, torch.device]) -> None:
@@ -192,10 +192,15 @@ def _identify(parameter: Parameter) -> Hashable:
 
     A frozen one and a trained one are two: they have different gradients.
     """
-    if type(parameter) is not Parameter or parameter.is_meta or is_lazy(parameter) or parameter.data_ptr() == 0:
+    if not _has_memory(parameter):
         return id(parameter)
     place = parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
     return *place, parameter.requires_grad
+
+
+def _has_memory(parameter: Parameter) -> bool:
+    """Return whether a parameter has memory of its own: lazy ones and those of tensor subclasses have none."""
+    return type(parameter) is Parameter and not parameter.is_meta and parameter.data_ptr() != 0
 
 
 def checksum(tensor: Tensor) -> int:
