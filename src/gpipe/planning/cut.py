@@ -199,6 +199,7 @@ class _Peaks:
             for device, tasks in enumerate(self._setting.tasks)
         ]
         self._add_up = cache(partial(stage_memory, profiles))
+        self._add_up_evaluated = cache(partial(stage_memory, evaluation.profiles if evaluation else ()))
         self._peaks: dict[tuple[int, _Bounds], int] = {}
 
     def __call__(self, device: int, bounds: _Bounds) -> int:
@@ -208,8 +209,8 @@ class _Peaks:
             walk, ratios = self._setting.walks[device], self._setting.ratios
             found = walk.measure(dict(zip(walk.stages, starmap(self._add_up, bounds), strict=True)), ratios).peak_bytes
             if (evaluation := self._evaluation) is not None:
-                own = (stage_memory(evaluation.profiles, *one) for one in bounds)
-                found = max(found, evaluation.measure(dict(zip(walk.stages, own, strict=True)), ratios))
+                own = dict(zip(walk.stages, starmap(self._add_up_evaluated, bounds), strict=True))
+                found = max(found, evaluation.measure(own, ratios))
             self._peaks[key] = found
         return self._peaks[key]
 
