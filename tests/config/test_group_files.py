@@ -174,11 +174,12 @@ def test_a_choice_in_an_inheriting_experiment_replaces_what_the_parent_says() ->
     assert child["data"] == raw("model=translation_small", "data=multilingual_embedded")["data"]
 
 
-def test_an_experiment_of_ones_own_is_one_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mine", "2026-11-30"])
+def test_an_experiment_of_ones_own_is_one_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [amoebanet_imagenet_laptop, _self_]\nname: mine\nmodel: {num_filters: 24}\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    own = [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]
+    (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    own = [f"hydra.searchpath=[file://{tmp_path}]", f"+experiment={name}"]
     inherited = raw("+experiment=amoebanet_imagenet_laptop")
     assert raw(*own) == {**inherited, "name": "mine", "model": {**inherited["model"], "num_filters": 24}}
     assert raw(*own, "model=amoebanet_d_small")["model"] == raw()["model"]

@@ -81,6 +81,10 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
         ("seed", "error: seed has no value: write seed=... .\n"),
         ("seed=1,2", "error: seed has the values 1,2: add -m for a run with each, or write 'seed=[1,2]' for a list.\n"),
         ("seed=${seed}", "error: seed is ${seed}: Recursive interpolation detected: correct it.\n"),
+        (
+            "hydra.run.dir=${nothing}",
+            "error: hydra.run.dir is ${nothing}: Interpolation key 'nothing' not found: correct it.\n",
+        ),
         ("seed=???", "error: seed is not set, expected a value: set seed=... .\n"),
         ("+data=digits", "error: data is chosen already: write data=..., without a plus.\n"),
         (

@@ -149,7 +149,7 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
         try:
             expected = _expected(composed, place, key, value, overrides)
         except ConfigCompositionException:
-            if any(_is_said(place, override) for override in overrides):
+            if "${hydra." in str(value) and any(_is_said(place, override) for override in overrides):
                 continue  # it may follow from what only a job has, such as its number
             for own, _, said in entries:  # a setting of the run that Hydra's own follow from is named instead
                 _resolved(composed, own, said)
@@ -335,7 +335,7 @@ def _refuse_deletion(override: str) -> None:
 def _refuse_no_file(override: str, repo: IConfigRepository) -> None:
     """Refuse a group's null or number, of which Hydra says only that it is no name."""
     key, _, value = override.lstrip("+").partition("=")
-    if not key or (re.fullmatch(r"(?i)null|true|false|[\d.-]+", value) and repo.group_exists(key)):
+    if not key or (re.fullmatch(r"(?i)null|true|false|-?\d*\.?\d+", value) and repo.group_exists(key)):
         expected = "the name of a file of that group" if key else "<key>=<value>"
         raise ConfigCompositionException(f"{override}, expected {expected}: correct that word, or leave it out.")
 
