@@ -64,6 +64,9 @@ def test_one_with_another_number_of_stages_is_named(tmp_path: Path, capsys: pyte
     assert said.endswith(f"(trainer.resume_from={saved} starts from its state)\n")
     with resume_folder(run_of("pipeline.num_stages=3", f"trainer.resume_from={saved}"), tmp_path / "4"):
         assert capsys.readouterr().out == ""
+    (saved / LOCK_FILE).mkdir()  # as little ours to open as another user's
+    with resume_folder(run_of("pipeline.num_stages=3"), tmp_path / "4"):
+        assert capsys.readouterr().out == ""
 
 
 def test_one_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def _mention_resumable(own: dict[str, Any], runs: Path) -> None:
     for path in sorted((path.parent for path in runs.glob(f"*/{CONFIG_FILE}")), reverse=True):
         saved = {} if (path / RECORD_FILE).exists() or not _has_saved(path) else read_yaml(path / CONFIG_FILE)
         if (found := differences(saved, own)) and not differences(saved, own, RESUMED_MAY_DIFFER):
-            with suppress(FolderHeld), hold(path):
+            with suppress(FolderHeld, OSError), hold(path):  # such as that of another user
                 remedy = f"trainer.resume_from={path} starts from its state"
                 print(f"{path} is unfinished, but {'; '.join(found)}: this run is a new one ({remedy})")
                 return
