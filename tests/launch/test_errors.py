@@ -184,6 +184,13 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_search_whose_trials_others_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), report_errors():
+        raise ValueError("No trials are completed yet.")
+    said = capsys.readouterr().err
+    assert said == "error: no trial of the search was completed: what became of each is above.\n"
+
+
 def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), report_errors():
         raise KeyError("width")

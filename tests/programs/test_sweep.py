@@ -153,6 +153,12 @@ def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(
     assert outcome_in(folder).status == "done"
 
 
+def test_a_job_that_fails_because_its_device_is_missing_lets_the_others_go_on(folder: Path) -> None:
+    open_run = lambda: run_of("launch.device=cuda", "trainer.dry_run=true")  # noqa: E731
+    assert run_job(folder, OVERRIDES, "digits", open_run, Training("failed", error="error: no GPU")) == -math.inf
+    assert outcome_in(folder).status == "failed"
+
+
 def test_missing_data_is_no_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def check() -> RunConfig:
         raise DataMissing("The image set cifar10 is missing.\nLooked for: ...")

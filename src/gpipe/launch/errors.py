@@ -149,7 +149,7 @@ def _sentence(error: Exception) -> str:
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if message == "No trials are completed yet.":  # Optuna's
-        return "no trial of the search was completed: the message of each is above, and its traceback in its folder."
+        return "no trial of the search was completed: what became of each is above."  # others run them all
     if (said := _of_a_word(error, message)) is not None:
         return said
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong

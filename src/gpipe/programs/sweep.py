@@ -28,7 +28,7 @@ from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import RunConfig, read_yaml, to_plain
+from gpipe.config import ConfigError, RunConfig, read_yaml, to_plain
 from gpipe.config.plan import PlanConfig
 from gpipe.data import DataMissing
 from gpipe.durable_files import write_flushed
@@ -254,7 +254,10 @@ def _settle(run: RunConfig) -> RunConfig:
     from gpipe.programs.layout import accelerator_at_hand
     from gpipe.programs.precision import settle_precision
 
-    return settle_precision(run, accelerator_at_hand(run))
+    try:
+        return settle_precision(run, accelerator_at_hand(run))
+    except ConfigError:  # the device is missing: a dry run fails there
+        return run
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:
