@@ -70,7 +70,7 @@ class Trainer:
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
         num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
-        max_evaluation_batches: the most mini-batches of each evaluation set that count, at equal distances; None: all.
+        max_evaluation_batches: the most mini-batches of each evaluation set that count, spread evenly; None: all.
         evaluate_raw: whether, beside moving averages, the weights themselves are evaluated.
         profile_step: torch's profiler records this step, and this process writes `profile_file`, a trace for Perfetto.
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.

@@ -162,7 +162,7 @@ def is_hidden(name: str) -> bool:
 
 def is_class_name(name: str) -> bool:
     """Return whether files of lines and a terminal can show a name: no control characters, and none but UTF-8."""
-    return not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
+    return name.isprintable() or not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
 
 def is_image(name: str) -> bool:
