@@ -79,7 +79,10 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
             "error: data.root=grün cannot be read: correct it, or write \"data.root='grün'\", with both",
         ),
         ("seed", "error: seed has no value: write seed=... .\n"),
-        ("seed=1,2", "error: seed has the values 1,2: add -m for a run with each, or write 'seed=[1,2]' for a list.\n"),
+        (
+            "data.root=a,b",
+            "error: data.root has the values a,b: add -m for a run with each, write 'data.root=[a,b]' for a list, or ",
+        ),
         ("seed=${seed}", "error: seed is ${seed}: Recursive interpolation detected: correct it.\n"),
         (
             "hydra.run.dir=${nothing}",

@@ -169,7 +169,8 @@ def _of_a_word(error: Exception, message: str) -> str | None:
         return f"{word} cannot be read: {as_text}." if is_set else f"{word} has no value: write {word}=... ."
     if ambiguous := _AMBIGUOUS.match(message):
         key, values = ambiguous.groups()
-        return f"{key} has the values {values}: add -m for a run with each, or write '{key}=[{values}]' for a list."
+        others = f"write '{key}=[{values}]' for a list, or \"{key}='{values}'\" for a text"
+        return f"{key} has the values {values}: add -m for a run with each, {others}."
     if absent := _ABSENT.match(message):
         there = f", expected one of {', '.join(absent['there'].split())}" if absent["there"] else ""
         return f"{absent['group']}={absent['name']} is unknown{there}: correct its name."
