@@ -126,7 +126,8 @@ def test_the_fastest_settings_are_printed_and_the_first_is_planned(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     choices = [[cell.strip() for cell in row] for row in rows if len(row) == 8]
-    assert choices[0][-1] == "chosen" and all(row[-1].startswith("+") for row in choices[1:])
+    assert choices[0][-1] == "chosen"
+    assert all(row[-1] == "as fast" if row[4] == choices[0][4] else row[-1].startswith("+") for row in choices[1:])
     assert {row[1] for row in choices} == {"1f1b"} and len(choices) == 2
     seconds = [float(row[4]) for row in choices]
     assert seconds == sorted(seconds) and f"Planned step: {choices[0][4]}" in done.stdout
