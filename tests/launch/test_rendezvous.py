@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 
 from gpipe.launch.rendezvous import SECRET, SignedBackend, signed
 from gpipe.launch.store import LOOPBACK, serve_store
-from tests.support.listeners import listeners
+from tests.support.listeners import listeners_of
 from tests.test_secrets import Trap
 
 JOB_SECRET = "known to the hosts of this job"
@@ -49,10 +49,10 @@ def test_a_pickle_that_somebody_else_sends_is_not_opened(tmp_path: Path, monkeyp
 
 def test_a_rendezvous_listens_where_it_is_told_to(monkeypatch) -> None:
     monkeypatch.setenv(SECRET, JOB_SECRET)
-    before = listeners(os.getpid())
+    before = {*listeners_of(os.getpid())}
     meeting = signed()(RendezvousParameters("gpipe", f"{LOOPBACK}:0", "job", 1, 1, LOOPBACK, is_host="1"))
     meeting.next_rendezvous()
-    opened = listeners(os.getpid()) - before
+    opened = {*listeners_of(os.getpid())} - before
     assert len(opened) == 2 and {str(address) for address, _ in opened} == {LOOPBACK}  # the hosts', the processes'
 
 

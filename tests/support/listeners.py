@@ -11,7 +11,7 @@ _LISTENS = "0A"
 
 def listeners(pid: int) -> set[tuple[IPv4Address | IPv6Address, int]]:
     """Return the addresses and ports at which a process, and those that it started, wait for connections now."""
-    return {listener for one in _descendants(pid) for listener in _listeners_of(one)}
+    return {listener for one in _descendants(pid) for listener in listeners_of(one)}
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -22,7 +22,8 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _listeners_of(pid: int) -> Iterator[tuple[IPv4Address | IPv6Address, int]]:
+def listeners_of(pid: int) -> Iterator[tuple[IPv4Address | IPv6Address, int]]:
+    """Yield the addresses and ports at which a process waits for connections now, without those that it started."""
     with suppress(OSError):
         inodes = {_inode(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
         for table in ("tcp", "tcp6"):
