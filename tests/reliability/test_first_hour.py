@@ -162,8 +162,9 @@ def test_a_wrong_value_is_answered_in_a_sentence(home: Path, arguments: tuple[st
     ("word", "said"),
     [
         ("trainer.max_step=3", "trainer.max_step is unknown, expected one of autocast, batch_size, "),
-        ("debug=nothing", "\tone_step\n"),
-        ("+experiment=nothing", "\tamoebanet_imagenet_laptop\n"),
+        ("debug=nothing", "debug=nothing is unknown, expected one of one_step, overfit, profile: correct its name.\n"),
+        ("+experiment=nothing", "experiment=nothing is unknown, expected one of amoebanet_"),
+        ("+experiment=nothing", ", amoebanet_imagenet_laptop, "),
     ],
 )
 def test_a_wrong_name_is_answered_with_what_there_is(home: Path, word: str, said: str) -> None:
