@@ -83,15 +83,20 @@ class Cutter:
             NoCutFits: no cut is within the limit.
             ValueError: more stages than layers.
         """
+        limit = self.memory_limit_bytes
+        peaks = None if limit is None else _Peaks(profiles, setting, evaluation)
         if self.partitions is not None and len(self.partitions) == setting.num_stages:
             check_partitions(self.partitions, len(profiles) - 1)
             found = list(self.partitions)
         elif self.partition_by == "memory":
             found = partition_by_memory(profiles, setting, evaluation)
         else:
-            found = self._choose(profiles, replace(setting, is_sequential=False), evaluation)
-        limit = self.memory_limit_bytes
-        if limit is not None and (needed := peak_bytes(profiles, found, setting, evaluation)) > limit:
+            found = self._choose(profiles, replace(setting, is_sequential=False), evaluation, peaks)
+        if limit is None or peaks is None:
+            return found
+        is_known = setting.leanest is setting  # else memory decides what is recomputed, and more is kept
+        needed = max(peaks.find(found)) if is_known else peak_bytes(profiles, found, setting, evaluation)
+        if needed > limit:
             trains = peak_bytes(profiles, found, setting) <= limit
             when, remedy = (" in an evaluation", ", or lower trainer.evaluation.batch_size") if trains else ("", "")
             raise NoCutFits(
@@ -101,17 +106,22 @@ class Cutter:
             )
         return found
 
-    def _choose(self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None) -> list[int]:
+    def _choose(
+        self,
+        profiles: Sequence[LayerProfile],
+        setting: Setting,
+        evaluation: Evaluation | None,
+        peaks: _Peaks | None,
+    ) -> list[int]:
         seconds = list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles))
         costs = self._costs(profiles, seconds)
         objective: CutObjective = "variance" if self.objective == "variance" else "max"
         start = partition_layers(costs, setting.num_stages, objective=objective)
         simulates = self.partition_by == "seconds" and self.objective == "step"
         limit = self.memory_limit_bytes
-        peaks = None if limit is None else _Peaks(profiles, setting, evaluation)
 
         def fits(partitions: Sequence[int]) -> bool:
-            return limit is None or peaks is None or max(peaks.find(partitions)) <= limit
+            return limit is None or peaks is None or all(needed <= limit for needed in peaks.find(partitions))
 
         def spread(partitions: Sequence[int]) -> _Score:
             return _spread(partitions, costs, objective)
@@ -214,11 +224,11 @@ class _Peaks:
             self._peaks[key] = found
         return self._peaks[key]
 
-    def find(self, partitions: Sequence[int]) -> list[int]:
-        """Return the bytes that each device of a cut needs."""
+    def find(self, partitions: Sequence[int]) -> Iterator[int]:
+        """Yield the bytes that each device of a cut needs."""
         bounds = list(pairwise(accumulate(partitions, initial=0)))
-        walks = enumerate(self._setting.walks)
-        return [self(device, tuple(bounds[stage] for stage in walk.stages)) for device, walk in walks]
+        for device, walk in enumerate(self._setting.walks):
+            yield self(device, tuple(bounds[stage] for stage in walk.stages))
 
     def rank(self, partitions: Sequence[int]) -> _Score:
         """Return the bytes of the devices of a cut, the fullest first."""
