@@ -265,15 +265,6 @@ def test_leaves_that_are_no_submodules_are_refused(leaves: Any, kind: type[Excep
         gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3), leaves=leaves)
 
 
-class OwnBackward(Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reversal = Reversal()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.reversal(self.b(self.a(x))))
-
-
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -299,48 +290,44 @@ class Converting(nn.Module):
             return x.float() @ torch.ones(4, 4)
 
 
-class OwnPrecision(Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.converting = Converting()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.converting(self.b(self.a(x))))
-
-
 class Frozen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5, self.training)
 
 
-class FrozenPart(Parts):
-    def __init__(self) -> None:
+class Around(Parts):
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.frozen = Frozen().eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.frozen(self.b(self.a(x))))
-
-
-class Hooked(Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Reversal()
-        self.inner.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.inner(self.b(self.a(x))))
 
 
-@pytest.mark.parametrize("kind", [OwnBackward, WithoutGradient, OwnPrecision, FrozenPart, Hooked])
+def hooked() -> Around:
+    model = Around(Reversal())
+    model.inner.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+    return model
+
+
+WHOLE: dict[str, Callable[[], Parts]] = {
+    "own backward": lambda: Around(Reversal()),
+    "without gradient": WithoutGradient,
+    "own precision": lambda: Around(Converting()),
+    "frozen": lambda: Around(Frozen().eval()),
+    "hooked": hooked,
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_what_is_more_than_operations_stays_whole(kind: type[Parts], precision: torch.dtype) -> None:
+def test_what_is_more_than_operations_stays_whole(kind: str, precision: torch.dtype) -> None:
     """A backward, a context, a mode or a hook of its own."""
     torch.manual_seed(0)
-    model, x = kind(), torch.randn(6, 4)
+    model, x = WHOLE[kind](), torch.randn(6, 4)
     plain = copy.deepcopy(model)
     layers = gpipe.as_layers(model, x[:2])
-    assert len(layers) > 1 and len(layers.leaves) == (kind is not Hooked)
+    assert len(layers) > 1 and len(layers.leaves) == (kind != "hooked")
     for one in (plain, layers):
         torch.manual_seed(1)
         with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
