@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,8 +94,12 @@ class Session:
 
     def wait_for(self, moment: Callable[[Path], bool]) -> None:
         """Wait until something holds of the run's folder."""
+        self.wait_until(lambda: any(moment(path) for path in self.folder.glob("runs/*/*")))
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds, while the process that was started runs."""
         deadline = time.monotonic() + LONG_SECONDS
-        while not any(moment(path) for path in self.folder.glob("runs/*/*")):
+        while not holds():
             assert self._process.poll() is None, f"it ended before:\n{self.said()}"
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.005)
@@ -113,6 +118,15 @@ class Session:
     def is_pending(self, number: signal.Signals) -> bool:
         """Return whether a signal waits for the process that was started, where a second one would be lost in it."""
         return is_pending(self._process.pid, number)
+
+    def listens_to(self, number: signal.Signals) -> bool:
+        """Return whether the process that was started has blocked a signal, which a thread of it takes then."""
+        (mask,) = re.findall(r"SigBlk:\t(\w+)", Path(f"/proc/{self._process.pid}/status").read_text())
+        return bool(int(mask, 16) >> (number - 1) & 1)
+
+    def has_loaded(self, library: str) -> bool:
+        """Return whether the process that was started has a shared library in its memory."""
+        return library in Path(f"/proc/{self._process.pid}/maps").read_text()
 
     def pids_of(self, word: str) -> list[int]:
         """Return the processes of the session that have a word in their command lines."""

@@ -1,12 +1,12 @@
 """A signal at any moment stops a run in good order, in each launch, and the same command goes on."""
 
-import functools
 import os
 import random
 import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,17 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "save": lambda run: any((run / "checkpoints").glob("*step-00000001*")),
 }
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+# As soon as this holds of a run that starts, from the moment that it listens until it builds its model.
+STARTS: dict[str, Callable[[Session], bool]] = {
+    "it listens": lambda session: session.listens_to(signal.SIGTERM),
+    "it loads torch": lambda session: session.has_loaded("libtorch_cpu"),
+    "torch has loaded the network": lambda session: session.has_loaded("_ssl"),
+    "the checkpoints or a process are loaded": lambda session: (
+        session.has_loaded("_safetensors") or bool(session.pids_of("multiprocessing.forkserver"))
+    ),
+}
+START_SIGNALS = [signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGQUIT]
 # Each launch with two of the moments, and each moment with a signal of its own: all of them would take half an hour.
 STOPS = [
     ("launched", "start-up", signal.SIGTERM),
@@ -75,38 +86,14 @@ def test_a_signal_to_all_processes_is_one_request(
     check_stopped(session, launch, number)
 
 
-@pytest.fixture(scope="module")
-def measure_start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
-    """Measures the seconds of a start on this machine, from the interpreter's until the settings are written down."""
-
-    @functools.cache
-    def measure(launch: str) -> float:
-        begun = time.monotonic()
-        session = Session(tmp_path_factory.mktemp("start"), launch, anew=True)
-        try:
-            session.wait_for(MOMENTS["start-up"])
-            return time.monotonic() - begun
-        finally:
-            session.close()
-
-    return measure
-
-
 @pytest.mark.alone  # five seconds are those of a machine that does nothing else
 @pytest.mark.parametrize("launch", ["one process", "launched"])
-@pytest.mark.parametrize(
-    ("share", "number"), [(0.0, signal.SIGTERM), (0.2, signal.SIGQUIT), (0.5, signal.SIGHUP), (0.8, signal.SIGQUIT)]
-)
+@pytest.mark.parametrize(("moment", "number"), [*zip(STARTS, START_SIGNALS, strict=True)])
 def test_a_signal_before_anything_is_there_leaves_nothing(
-    begin: Callable[..., Session],
-    measure_start: Callable[[str], float],
-    launch: str,
-    share: float,
-    number: signal.Signals,
+    begin: Callable[..., Session], launch: str, moment: str, number: signal.Signals
 ) -> None:
-    seconds = measure_start(launch)
     session = begin(launch, anew=True)
-    time.sleep(0.3 + share * (seconds - 0.3))  # Python itself starts
+    session.wait_until(partial(STARTS[moment], session))
     check_stopped_before_the_start(session, number, lambda: session.send(number, to_all=number == signal.SIGHUP))
 
 
