@@ -1,5 +1,12 @@
 """Say what a run would need and how fast it would run on hardware you do not have. See `--help`."""
 
+# ruff: noqa: E402
+
+from gpipe.launch import garbage_collection
+
+# First of all: plans make millions of objects, and little of that is garbage.
+garbage_collection.pause()
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig

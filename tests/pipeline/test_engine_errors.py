@@ -197,8 +197,8 @@ def test_an_error_in_weight_gradients_names_the_layer_and_the_next_step_trains(
     pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 4], M, schedule="zb_h1")
     prepare, calls = DeferredProduct.prepare, 0
 
-    def failing(product: DeferredProduct) -> Callable[[Tensor], Any]:
-        differentiate, num_inputs = prepare(product), product.inputs.shape[-1]
+    def failing(product: DeferredProduct, inputs: Tensor) -> Callable[[Tensor], Any]:
+        differentiate, num_inputs = prepare(product, inputs), inputs.shape[-1]
 
         def fail(gradient: Tensor) -> Any:
             nonlocal calls

@@ -223,6 +223,19 @@ def test_what_waits_holds_the_activations_of_products_and_no_graph() -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
+@pytest.mark.parametrize("first", [nn.ReLU, nn.Identity])
+def test_what_waits_lets_go_of_the_gradient_of_the_input(first: type[nn.Module]) -> None:
+    layer = nn.Sequential(first(), nn.Linear(4, 4))
+    x = torch.randn(5, 4, requires_grad=True)
+    waiting = run_split_backward([(get_gradient_edge(layer(x).sum()), None)])
+    assert x.grad is not None
+    gradient = weakref.ref(x.grad.untyped_storage())
+    del x
+    assert gradient() is None
+    waiting.compute()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
 def test_each_weight_tells_where_its_product_stood_in_the_backward() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     where = "after 2"

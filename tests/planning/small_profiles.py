@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.observed_model import Arrival, Input
+from gpipe.planning.observed_model import Arrival, Input, WaitingGradient
 from gpipe.planning.profile import LayerProfile
 
 LOSS = LayerProfile(
@@ -18,7 +18,7 @@ LOSS = LayerProfile(
     backward=(),
     weight_gradients=(),
     deferred_bytes=0,
-    gradient_sizes=(),
+    waiting_gradients=(),
     input_bytes=10,
     boundary_bytes=10,
     inputs=(Input(10, -1, 0, None),),
@@ -30,6 +30,8 @@ LOSS = LayerProfile(
     first_backward_peak_bytes=0,
     last_backward_peak_bytes=0,
     last_first_backward_peak_bytes=0,
+    split_backward_peak_bytes=0,
+    last_split_backward_peak_bytes=0,
 )
 
 
@@ -44,7 +46,7 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         backward=(Work(2 * flops, 1),),
         weight_gradients=(Work(flops, 1),),
         deferred_bytes=kept // 2,
-        gradient_sizes=(parameter_bytes,),
+        waiting_gradients=(WaitingGradient(parameter_bytes, parameter_bytes, parameter_bytes, is_added=True),),
         inputs=(Input(10, -1, None, 0),),
         kept_bytes=kept,
         forward_peak_bytes=kept,
@@ -53,4 +55,6 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         first_backward_peak_bytes=20 + parameter_bytes,
         last_backward_peak_bytes=20,
         last_first_backward_peak_bytes=20 + parameter_bytes,
+        split_backward_peak_bytes=20,
+        last_split_backward_peak_bytes=20,
     )

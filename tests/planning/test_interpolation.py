@@ -61,7 +61,7 @@ def test_what_lies_between_is_what_describing_returns(sums: list[tuple[int, int]
     def profiler(size: int) -> list[LayerProfile]:
         moments = tuple(start + grows * size for start, grows in sums)
         peaks: dict[str, Any] = {f"{name}_peak_bytes": max(moments) for name in PASSES}
-        return [replace(layer(flops=7 * size), heights=(moments,) * 6, **peaks)]
+        return [replace(layer(flops=7 * size), heights=(moments,) * len(PASSES), **peaks)]
 
     asked: list[int] = []
 
@@ -80,7 +80,7 @@ def test_what_has_other_moments_is_described() -> None:
 
     def profiler(size: int) -> list[LayerProfile]:
         asked.append(size)
-        return [replace(layer(kept=3 + 10 * size), heights=((1,) * size,) * 6)]
+        return [replace(layer(kept=3 + 10 * size), heights=((1,) * size,) * len(PASSES))]
 
     known = KnownProfiles(profiler)
     assert [known(size)[0].kept_bytes for size in (1, 8, 4, 4)] == [13, 83, 43, 43]
@@ -95,7 +95,7 @@ def test_nothing_lies_between_two_layers(name: str) -> None:
     def profiler(size: int) -> list[LayerProfile]:
         asked.append(size)
         taken = LOSS.inputs[0]._replace(**{name: size})
-        return [replace(layer(), heights=((1,),) * 6, inputs=(taken,))]
+        return [replace(layer(), heights=((1,),) * len(PASSES), inputs=(taken,))]
 
     known = KnownProfiles(profiler)
     assert [known(size)[0].inputs for size in (2, 8, 4)] == [profiler(size)[0].inputs for size in (2, 8, 4)]

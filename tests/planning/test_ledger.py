@@ -52,7 +52,32 @@ def test_moments_are_noted_from_their_start() -> None:
         torch.zeros(20)
         del before
         torch.zeros(1)
-    assert ledger.moments == [(20, 0, 20), (20 + kept.nbytes, 0, 20), (60 + 80, 7, 20), (40 + 4, 7, 0)]
+    assert ledger.moments == [(20, 0, 20, 0), (20 + kept.nbytes, 0, 20, 0), (60 + 80, 7, 20, 0), (40 + 4, 7, 0, 0)]
+
+
+def test_what_waits_counts_once_it_is_dead_unless_it_was_set_aside() -> None:
+    with Ledger() as ledger:
+        aside, waits, other = (torch.zeros(size) for size in (5, 10, 20))
+        ledger.start_moments([aside])
+        for tensor in (aside, waits):
+            ledger.wait(tensor.untyped_storage())
+        torch.zeros(1)
+        del aside, waits, other, tensor
+        torch.zeros(1)
+        waiting = [moment.waiting for moment in ledger.moments]
+        ledger.start_moments()
+    assert waiting == [0, 0, 4 * 10]
+    assert ledger.moments[0].waiting == 0
+
+
+def test_what_is_done_beside_the_ledger_is_told_and_not_counted() -> None:
+    left, right = torch.zeros(4, 8), torch.zeros(8, 16)
+    with Ledger() as ledger:
+        with ledger.beside() as done:
+            torch.zeros(10)
+            kept = left @ right
+        assert (done.peak_bytes, len(done.work)) == (kept.nbytes, 2)
+        assert ledger.moments == [] and ledger.work == []
 
 
 def test_work_is_the_flops_of_products_and_the_bytes_of_everything() -> None:

@@ -9,6 +9,7 @@ import torch
 from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
 from experiments.planned_memory.small_models import SmallModel, make_image_model, make_text_model
 from experiments.planned_memory.strangers import make_strangers
+from gpipe.pipeline import split_backward
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
 from gpipe.planning.step import Setting
 
@@ -42,6 +43,16 @@ def test_a_stages_planned_peak_is_within_a_tenth_of_the_allocators(
 ) -> None:
     found = compare(model, Setting(num_stages, NUM_MICROBATCHES, mode, schedule))
     assert len(found["planned_bytes"]) == num_stages
+    assert found["planned_bytes"] == pytest.approx(found["measured_bytes"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Rematerialize.ALWAYS, Rematerialize.NEVER])
+def test_gradients_of_products_too_small_to_wait_are_planned_from_the_first_backward(
+    model: SmallModel, mode: Rematerialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_backward, "SMALL_PRODUCT", 2**23)
+    found = compare(replace(model), Setting(4, NUM_MICROBATCHES, mode, "zb_h1"))
     assert found["planned_bytes"] == pytest.approx(found["measured_bytes"], rel=TOLERANCE)
 
 

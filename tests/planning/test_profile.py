@@ -14,7 +14,7 @@ import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.structure import structure
-from gpipe.planning.observed_model import Arrival, Input
+from gpipe.planning.observed_model import Arrival, Input, WaitingGradient
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened
 
@@ -62,7 +62,8 @@ def test_what_waits_in_a_split_backward_is_the_products_weights_with_their_input
     flops = [sum(work.flops for work in profile.weight_gradients) for profile in profiles]
     assert flops == [0, 0, profiles[2].forward_flops, profiles[3].forward_flops, 0]
     assert [profile.deferred_bytes for profile in profiles] == [0, 0, 4 * 3 * (16 + 4), 4 * 3 * (4 + 4), 0]
-    assert [profile.gradient_sizes for profile in profiles] == [(), (), (4 * (16 + 1) * 4,), (4 * (4 + 1) * 4,), ()]
+    third, last = (WaitingGradient(size, size, size, is_added=True) for size in (4 * (16 + 1) * 4, 4 * (4 + 1) * 4))
+    assert [profile.waiting_gradients for profile in profiles] == [(), (), (third,), (last,), ()]
 
 
 def test_memory_of_three_layers_followed_by_hand() -> None:

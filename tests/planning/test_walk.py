@@ -45,6 +45,26 @@ def test_a_walk_says_what_going_through_the_tasks_says(
         assert walk.measure(own, StateRatios(ratio)) == device_memory(tasks, own, num_microbatches, ratio, **flags)
 
 
+MAKES = {
+    Kind.BACKWARD: {"prompt", "deferred"},
+    Kind.INPUT_GRADIENTS: {"prompt"},
+    Kind.WEIGHT_GRADIENTS: {"deferred"},
+}
+
+
+def peaks(kind: Kind, stage: StageMemory, *, keeps_graph: bool, is_first: bool) -> tuple[int, int]:
+    """Return the peak of a task where all gradients are there already, and with those that it makes."""
+    if kind is Kind.BACKWARD:
+        every, first = stage.backward_peak_bytes, stage.first_backward_peak_bytes
+    elif kind is Kind.INPUT_GRADIENTS:
+        every, first = stage.split_peak_bytes, stage.first_split_peak_bytes
+    elif kind is Kind.WEIGHT_GRADIENTS:
+        every, first = stage.weights_peak_bytes, stage.first_weights_peak_bytes
+    else:
+        every = first = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
+    return every, first if is_first else every
+
+
 def device_memory(
     tasks: Sequence[Task],
     stages: Mapping[int, StageMemory],
@@ -60,24 +80,16 @@ def device_memory(
     # Between two tasks; parameters are not counted. The first stage holds the inputs of the whole mini-batch.
     stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
     graphs = gradients = most_stash = most_activations = most = 0
-    begun: set[int] = set()
+    made: dict[int, set[str]] = {stage: set() for stage in stages}
     for task in tasks:
         stage = stages[task.stage]
         received = stage.input_bytes if task.stage > 0 else 0
         combined = stage.statistics_bytes if synchronizes else 0  # a recomputed graph keeps them too
         keeps_graph = task.kind is Kind.RECOMPUTE or (task.stage, task.micro_batch) not in recomputed
-        if task.kind is Kind.WEIGHT_GRADIENTS:
-            peak = with_gradients = stage.weights_peak_bytes
-        elif task.kind.makes_gradients:
-            graphs -= stage.kept_bytes
-            peak = with_gradients = stage.backward_peak_bytes
-            if task.kind is Kind.INPUT_GRADIENTS:
-                peak = with_gradients = stage.split_peak_bytes
-            elif task.stage not in begun:
-                with_gradients = stage.first_backward_peak_bytes
-        else:
-            stash += received if task.kind is Kind.FORWARD else 0
-            peak = with_gradients = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
+        makes = MAKES.get(task.kind, set()) - made[task.stage]
+        peak, with_gradients = peaks(task.kind, stage, keeps_graph=keeps_graph, is_first=bool(makes))
+        graphs -= stage.kept_bytes if task.kind.makes_gradients else 0
+        stash += received if task.kind is Kind.FORWARD else 0
         if averages and last[task.stage] == task:
             peak, with_gradients = peak + stage.bucket_bytes, with_gradients + stage.bucket_bytes
         most_stash = max(most_stash, stash)
@@ -92,9 +104,8 @@ def device_memory(
         else:
             graphs += stage.deferred_bytes if task.kind is Kind.INPUT_GRADIENTS else 0
             stash -= received
-        if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS):
-            gradients += stage.gradient_bytes if task.stage not in begun else 0
-            begun.add(task.stage)
+        made[task.stage] |= makes
+        gradients += sum(getattr(stage, f"{name}_gradient_bytes") for name in makes)
     fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
     converted = sum(stage.converted_bytes for stage in stages.values())
     return DeviceMemory(

@@ -57,14 +57,14 @@ class _Product(NamedTuple):
         activations: which of its inputs has them.
         weights: which are the weight and, after it, the bias.
         saved: the activations, as autograd calls them.
-        prepare: (the operation, which weights are wanted) -> what makes their gradients.
+        prepare: (the operation, its activations, which weights are wanted) -> what makes their gradients.
         is_plain: whether one operation is the product and nothing more.
     """
 
     activations: int
     weights: tuple[int, ...]
     saved: str
-    prepare: Callable[[Any, Sequence[int]], Differentiate]
+    prepare: Callable[[Any, Tensor, Sequence[int]], Differentiate]
     is_plain: Callable[[Any], bool] = lambda _: True
 
 
@@ -112,13 +112,13 @@ class DeferredProduct(NamedTuple):
 
     @property
     def inputs(self) -> Tensor:
-        """The activations."""
+        """The activations, without the graph before them: that has the gradients of the stage's input."""
         found: Tensor = getattr(self.node, f"_saved_{self.kind.saved}")
-        return found
+        return found.detach()
 
-    def prepare(self) -> Differentiate:
-        """Return what makes the gradients of the weights; it holds the tensors."""
-        return self.kind.prepare(self.node, self.wanted)
+    def prepare(self, inputs: Tensor) -> Differentiate:
+        """Return what makes the gradients of the weights; it holds the activations."""
+        return self.kind.prepare(self.node, inputs, self.wanted)
 
 
 class WeightGradients:
@@ -136,7 +136,7 @@ class WeightGradients:
             if gradients[0] is not None:
                 inputs = product.inputs
                 seen = inputs, inputs._version
-                self._waiting.append((product.prepare(), product.ends, gradients[0], position(), seen))
+                self._waiting.append((product.prepare(inputs), product.ends, gradients[0], position(), seen))
 
         return note
 
@@ -264,30 +264,30 @@ def _find_end(edge: tuple[Any, int], uses: dict[Any, int]) -> _End | None:
     return None
 
 
-def _prepare_convolution(node: Any, wanted: Sequence[int]) -> Differentiate:
-    tensors = node._saved_input, node._saved_weight
+def _prepare_convolution(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differentiate:
+    weight = node._saved_weight
     settings = (
         node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation,
         node._saved_transposed, node._saved_output_padding, node._saved_groups, [False, 1 in wanted, 2 in wanted],
     )  # fmt: skip
 
     def differentiate(gradient: Tensor) -> list[Tensor | None]:
-        found = torch.ops.aten.convolution_backward(gradient, *tensors, *settings)
+        found = torch.ops.aten.convolution_backward(gradient, inputs, weight, *settings)
         return [found[which] for which in wanted]
 
     return differentiate
 
 
-def _prepare_linear(node: Any, wanted: Sequence[int]) -> Differentiate:
+def _prepare_linear(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differentiate:
     """Prepare those of bias + inputs @ weight."""
-    of_weight = _differentiate_product(node._saved_mat1, node)
+    of_weight = _differentiate_product(inputs, node)
     bias, place = node.next_functions[0]
     size = () if bias is None else bias._input_metadata[place].shape
     return lambda gradient: [of_weight(gradient) if which == 2 else gradient.sum_to_size(size) for which in wanted]
 
 
-def _prepare_product(node: Any, _: Sequence[int]) -> Differentiate:
-    of_weight = _differentiate_product(node._saved_self, node)
+def _prepare_product(node: Any, inputs: Tensor, _: Sequence[int]) -> Differentiate:
+    of_weight = _differentiate_product(inputs, node)
     return lambda gradient: [of_weight(gradient)]
 
 

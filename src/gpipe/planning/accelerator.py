@@ -253,7 +253,7 @@ class Speed:
                 forward, backward = self._work(profile.forward), self._work(profile.backward)
                 weights = min(self._work(profile.weight_gradients), backward)
                 # Both parts read the gradients of the outputs, about half of what waits in between.
-                starts = _STARTS_PER_SPLIT * len(profile.gradient_sizes)
+                starts = _STARTS_PER_SPLIT * len(profile.waiting_gradients)
                 split = self._work(profile.backward, starts, profile.deferred_bytes / 2)
                 known[id(profile)] = LayerSeconds(forward, forward, backward, weights, split - backward)
         return [known[id(profile)] for profile in profiles]

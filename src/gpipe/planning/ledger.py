@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,11 +33,26 @@ class Moment(NamedTuple):
         live: of the storages that the ledger counts.
         added: what the caller says would be alive besides.
         aside: the part of `live` that was set aside.
+        waiting: of the storages that somebody would hold for longer, and that have died.
     """
 
     live: int
     added: int
     aside: int
+    waiting: int
+
+
+@dataclass
+class Aside:
+    """What was done beside a ledger.
+
+    Attributes:
+        work: of each operation.
+        peak_bytes: of what it allocated, at most at once; known at its end.
+    """
+
+    work: list[Work]
+    peak_bytes: int = 0
 
 
 class Ledger(TorchDispatchMode):
@@ -79,6 +95,8 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aside: dict[int, int] = {}  # living storages, and their bytes
         self._aside_bytes = 0  # their sum
+        self._to_wait: set[int] = set()  # living storages that somebody would hold for longer
+        self._waiting_bytes = 0  # of those which have died
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what autocast keeps
 
     @property
@@ -96,19 +114,28 @@ class Ledger(TorchDispatchMode):
         storages = (tensor.untyped_storage() for tensor in aside)
         self._aside = {one._cdata: one.nbytes() for one in storages if one._cdata in self._alive}
         self._aside_bytes = sum(self._aside.values())
+        self._to_wait.clear()
+        self._waiting_bytes = 0
         self.added_bytes = 0
         self.moments = []
         self._note(self.live_bytes)
 
+    def wait(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as waiting after its death, until `start_moments`; one that is set aside is held anyway."""
+        if storage._cdata in self._alive and storage._cdata not in self._aside:
+            self._to_wait.add(storage._cdata)
+
     @contextmanager
-    def beside(self) -> Iterator[list[Work]]:
-        """Give the work of the body, which the ledger does not count: neither its work nor what it allocates."""
+    def beside(self) -> Iterator[Aside]:
+        """Give what the body does, which the ledger does not count: neither its work nor what it allocates."""
         work, self.work = self.work, []
-        num_moments = len(self.moments)
+        start, num_moments = self.live_bytes, len(self.moments)
+        aside = Aside(self.work)
         try:
-            yield self.work
+            yield aside
         finally:
             self.work = work
+            aside.peak_bytes = max((one.live - start for one in self.moments[num_moments:]), default=0)
             del self.moments[num_moments:]
 
     def take_work(self) -> tuple[Work, ...]:
@@ -171,6 +198,9 @@ class Ledger(TorchDispatchMode):
             if self._alive.pop(key, None) is not None:
                 self.live_bytes -= size
                 self._aside_bytes -= self._aside.pop(key, 0)
+                if key in self._to_wait:
+                    self._to_wait.remove(key)
+                    self._waiting_bytes += size
                 if key in self.on_free:
                     self.on_free.pop(key)()
 
@@ -179,7 +209,7 @@ class Ledger(TorchDispatchMode):
         self._note(self.live_bytes)
 
     def _note(self, live_bytes: int) -> None:
-        self.moments.append(Moment(live_bytes, self.added_bytes, self._aside_bytes))
+        self.moments.append(Moment(live_bytes, self.added_bytes, self._aside_bytes, self._waiting_bytes))
 
 
 def count_moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:

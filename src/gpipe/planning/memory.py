@@ -4,7 +4,7 @@ A device walks through its tasks; between two of them it holds, of each of its s
 
     weights, buffers, optimiser state      always
     low-precision copies of weights        throughout the step, where autocast makes them
-    gradients                              from the first backward on, or the first gradients of weights
+    gradients                              from the first backward on; those that wait, from the second task of it
     the boundary inputs (stash)            of each micro-batch between its forward and its backward
     the graph                              of those that were kept, or are just recomputed
     what gradients of weights wait with    between the two parts of a split backward
@@ -27,7 +27,6 @@ from torch import Tensor
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.shared.averaging import BUCKET_BYTES
 from gpipe.pipeline.shared.sharded_optimizer import share_out
-from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.profile import LayerProfile
 
 
@@ -46,8 +45,11 @@ class StageMemory:
         backward_peak_bytes: of a backward, with all gradients there already; they are not counted.
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
         deferred_bytes: what a split backward holds until it makes the gradients of weights.
+        deferred_gradient_bytes: of the gradients that are made then.
         split_peak_bytes: of a backward that leaves them for later.
-        weights_peak_bytes: of making them, above what was held.
+        first_split_peak_bytes: of the first of a step, with the gradients that it makes.
+        weights_peak_bytes: of making those that wait, above what was held.
+        first_weights_peak_bytes: likewise for the first time in a step, with these gradients.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
         converted_bytes: of the copies of weights that autocast makes once per step.
         trainable_sizes: of each of its trainable parameters.
@@ -63,11 +65,19 @@ class StageMemory:
     backward_peak_bytes: int
     first_backward_peak_bytes: int
     deferred_bytes: int
+    deferred_gradient_bytes: int
     split_peak_bytes: int
+    first_split_peak_bytes: int
     weights_peak_bytes: int
+    first_weights_peak_bytes: int
     bucket_bytes: int = 0
     converted_bytes: int = 0
     trainable_sizes: tuple[int, ...] = ()
+
+    @property
+    def prompt_gradient_bytes(self) -> int:
+        """Of the gradients that no backward leaves for later."""
+        return self.gradient_bytes - self.deferred_gradient_bytes
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -133,7 +143,9 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     gradients = sum(profile.trainable_bytes for profile in own)
     later_gradients = gradients
     deferred = sum(profile.deferred_bytes for profile in own)
-    later_deferred, split = deferred, 0
+    deferred_gradients = sum(profile.waiting_bytes for profile in own)
+    later_deferred, later_prompt_gradients = deferred, gradients - deferred_gradients
+    split = first_split = 0
     # The gradients of the outputs are held until the stage's backward ends. In the plain model those of tensors that
     # earlier layers made are alive too: in the peaks of the layers between.
     arrivals = profiles[end].arrivals if end < len(profiles) else ()
@@ -145,16 +157,23 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         kept += profile.kept_bytes + freed.get(offset, 0)
         later_gradients -= profile.trainable_bytes
         peak, first_peak = profile.last_backward_peak_bytes, profile.last_first_backward_peak_bytes
+        split_peak = profile.last_split_backward_peak_bytes
         if first + offset < end - 1 or not arrivals:
             passing = sum(arrival.storage_size for arrival in arrivals if end + arrival.made_by < first + offset)
             peak, first_peak = profile.backward_peak_bytes - passing, profile.first_backward_peak_bytes - passing
+            split_peak = profile.split_backward_peak_bytes - passing
         backward = max(backward, kept + peak)
         later_deferred -= profile.deferred_bytes
-        split = max(split, kept + peak + later_deferred)
+        split = max(split, kept + split_peak + later_deferred)
+        prompt_gradients = profile.trainable_bytes - profile.waiting_bytes
+        later_prompt_gradients -= prompt_gradients
+        held_later = kept + later_deferred + later_prompt_gradients
+        first_split = max(first_split, held_later + split_peak + min(first_peak - peak, prompt_gradients))
         first_backward = max(first_backward, kept + first_peak + later_gradients)
     outputs = profiles[end].inputs if end < len(profiles) else ()
     # Outputs that this stage's graph does not keep are gone when they have been sent.
     kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and not sent.is_kept_before)
+    weights_peak, first_weights_peak = _weights_peaks(own)
     return StageMemory(
         parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         gradient_bytes=gradients,
@@ -166,8 +185,11 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         backward_peak_bytes=given + backward,
         first_backward_peak_bytes=given + first_backward,
         deferred_bytes=deferred,
+        deferred_gradient_bytes=deferred_gradients,
         split_peak_bytes=given + split,
-        weights_peak_bytes=_weights_peak(own),
+        first_split_peak_bytes=given + first_split,
+        weights_peak_bytes=weights_peak,
+        first_weights_peak_bytes=first_weights_peak,
         bucket_bytes=min(gradients, max((BUCKET_BYTES, *sizes))),
         converted_bytes=sum(profile.converted_bytes for profile in own),
         trainable_sizes=sizes,
@@ -196,30 +218,51 @@ def _find_largest_share(sizes: tuple[int, ...], num_sharers: int) -> int:
     return max(shares)
 
 
-def _weights_peak(own: Sequence[LayerProfile]) -> int:
-    """Return the most by which gradients of weights exceed what has been let go of meanwhile, last layers first."""
-    made = released = peak = 0
+def _weights_peaks(own: Sequence[LayerProfile]) -> tuple[int, int]:
+    """Return the most by which gradients of weights exceed what has been let go of meanwhile, last layers first.
+
+    Once where the parameters have gradients already, once for their first gradients, which stay.
+    """
+    stay = released = peak = first_peak = 0
     for profile in reversed(own):
-        for size in profile.gradient_sizes:
-            made += size
-            peak = max(peak, made - released)
-            made = 0 if made > CACHE_BYTES else made
+        layers_peak, layers_first_peak = profile.weights_peaks
+        peak, first_peak = max(peak, layers_peak - released), max(first_peak, stay + layers_first_peak - released)
+        stay += profile.waiting_bytes
         released += profile.deferred_bytes
-    return peak
+    return peak, first_peak
 
 
-_HELD = ("input_bytes", "kept_bytes", "statistics_bytes", "deferred_bytes", "gradient_bytes")
+_HELD = (
+    "input_bytes",
+    "kept_bytes",
+    "statistics_bytes",
+    "deferred_bytes",
+    "prompt_gradient_bytes",
+    "deferred_gradient_bytes",
+)
 _PEAKS = (
     "quiet_peak_bytes",
     "forward_peak_bytes",
     "backward_peak_bytes",
     "first_backward_peak_bytes",
     "split_peak_bytes",
+    "first_split_peak_bytes",
     "weights_peak_bytes",
+    "first_weights_peak_bytes",
     "bucket_bytes",
 )
+_FIRST_PEAKS = {
+    "backward_peak_bytes": "first_backward_peak_bytes",
+    "split_peak_bytes": "first_split_peak_bytes",
+    "weights_peak_bytes": "first_weights_peak_bytes",
+}
 _PER_STAGE = _HELD + _PEAKS
-_INPUT, _KEPT, _STATISTICS, _DEFERRED, _GRADIENT = range(len(_HELD))
+_INPUT, _KEPT, _STATISTICS, _DEFERRED, _PROMPT_GRADIENT, _DEFERRED_GRADIENT = range(len(_HELD))
+_GRADIENTS = {  # which of them a task makes
+    Kind.BACKWARD: (_PROMPT_GRADIENT, _DEFERRED_GRADIENT),
+    Kind.INPUT_GRADIENTS: (_PROMPT_GRADIENT,),
+    Kind.WEIGHT_GRADIENTS: (_DEFERRED_GRADIENT,),
+}
 _get_sizes = attrgetter(*_PER_STAGE)
 
 
@@ -259,7 +302,7 @@ class Walk:
         stages = tuple(sorted({task.stage for task in tasks}))
         columns = {stage: place * len(_PER_STAGE) for place, stage in enumerate(stages)}
         recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-        begun: set[int] = set()
+        has_gradients: dict[int, set[int]] = {stage: set() for stage in stages}  # those that it has some of
         changes: list[tuple[int, int, int]] = []  # (row, column, by how much), of what is held during each task
         peaks, peaks_with_gradients = [], []  # the columns of what each task takes on top
         for row, (kind, stage, micro_batch) in enumerate(tasks):
@@ -278,14 +321,14 @@ class Walk:
                 changes += [(row, column + _KEPT, -1), (after, column + _INPUT, -(stage > 0))]
                 if kind is Kind.INPUT_GRADIENTS:
                     changes.append((after, column + _DEFERRED, 1))
-                elif stage not in begun:
-                    with_gradients = "first_backward_peak_bytes"
+            made = set(_GRADIENTS.get(kind, ())) - has_gradients[stage]
+            if made:
+                with_gradients = _FIRST_PEAKS[peak]
+                changes += [(after, column + gradient, 1) for gradient in made]
+                has_gradients[stage] |= made
             if averages and last[stage] == row:
                 bucket = column + _PER_STAGE.index("bucket_bytes")
                 changes += [(row, bucket, 1), (after, bucket, -1)]
-            if kind in ends and stage not in begun:
-                changes.append((after, column + _GRADIENT, 1))
-                begun.add(stage)
             peaks.append(column + _PER_STAGE.index(peak))
             peaks_with_gradients.append(column + _PER_STAGE.index(with_gradients))
         held = torch.zeros(len(tasks) + 1, len(stages) * len(_PER_STAGE), dtype=torch.int32)
@@ -301,7 +344,8 @@ class Walk:
         numbers, one = torch.arange(len(moments)), torch.ones((), dtype=torch.int32)
         everything = held.index_put((numbers, at_with_gradients), one)
         activations = held.index_put((numbers, at), one)
-        activations[:, _GRADIENT :: len(_PER_STAGE)] = 0
+        for gradient in _GRADIENTS[Kind.BACKWARD]:
+            activations[:, gradient :: len(_PER_STAGE)] = 0
         stash = torch.zeros_like(held)
         stash[:, _INPUT :: len(_PER_STAGE)] = held[:, _INPUT :: len(_PER_STAGE)]
         return cls(stages, *(rows.double() for rows in (stash, activations, everything)))

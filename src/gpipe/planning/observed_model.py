@@ -20,7 +20,16 @@ from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work
 
-PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
+PASSES = (
+    "quiet",
+    "forward",
+    "backward",
+    "first_backward",
+    "last_backward",
+    "last_first_backward",
+    "split_backward",
+    "last_split_backward",
+)
 _FAILURE = "cannot be described without data"
 _REMEDY = (
     "check the example's shape, or, if the layer looks at values, describe it with measure_layers, or give "
@@ -65,6 +74,22 @@ class Arrival(NamedTuple):
     made_by: int
 
 
+class WaitingGradient(NamedTuple):
+    """The gradients of one product's weights, which a split backward makes later.
+
+    Attributes:
+        size: bytes that the product makes.
+        peak_bytes: at most while it does, these included.
+        final_size: bytes of the parameters' gradients that become of them.
+        is_added: whether they are added at once where the parameters have gradients; else they wait for others.
+    """
+
+    size: int
+    peak_bytes: int
+    final_size: int
+    is_added: bool
+
+
 class ObservedModel:
     """The plain model at work, layer by layer, with a ledger of what that takes."""
 
@@ -83,7 +108,7 @@ class ObservedModel:
         self.heights: dict[str, list[list[int]]] = {name: [[0] for _ in self.layers] for name in PASSES}
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in PASSES}
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
-        self.gradient_sizes: list[list[int]] = [[] for _ in self.layers]
+        self.waiting_gradients: list[list[WaitingGradient]] = [[] for _ in self.layers]
         self.converted_bytes = [0] * len(self.layers)
         # What waits for them: storages, which may be gone by now, and their bytes.
         self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
@@ -177,14 +202,18 @@ class ObservedModel:
         """Note what it would take and hold to make the gradients of a product's weights later."""
         if (gradient := gradients[0]) is None:
             return
-        with self.ledger.beside() as work:
-            made = [found.nbytes for found in product.prepare()(gradient) if found is not None]
-        self.gradient_sizes[self.position].append(sum(made))
-        self.weight_gradients[self.position] += work
+        inputs = product.inputs
+        with self.ledger.beside() as done:
+            made = [found.nbytes for found in product.prepare(inputs)(gradient) if found is not None]
+        final = sum(end.leaf.variable.nbytes for end in product.ends)
+        is_added = all(end.is_own or end.is_transposed for end in product.ends)
+        self.waiting_gradients[self.position].append(WaitingGradient(sum(made), done.peak_bytes, final, is_added))
+        self.weight_gradients[self.position] += done.work
         held = self.deferred[self.position]
-        for storage in (gradient.untyped_storage(), product.inputs.untyped_storage()):
+        for storage in (gradient.untyped_storage(), inputs.untyped_storage()):
             if not any(known() is storage for known, _ in held):
                 held.append((weakref.ref(storage), storage.nbytes()))
+                self.ledger.wait(storage)
 
     def _run(self, layer: nn.Module | None, payload: Payload, targets: Any) -> Payload:
         with self._blamed():
@@ -215,6 +244,8 @@ class ObservedModel:
         self.heights["first_backward"][at] += [one.live + one.added - held for one in moments]
         self.heights["last_backward"][at] += [one.live - one.aside - held for one in moments]
         self.heights["last_first_backward"][at] += [one.live + one.added - one.aside - held for one in moments]
+        self.heights["split_backward"][at] += [one.live + one.waiting - held for one in moments]
+        self.heights["last_split_backward"][at] += [one.live + one.waiting - one.aside - held for one in moments]
         self.work["backward"][at] += self.ledger.take_work()
 
 

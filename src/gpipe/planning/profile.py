@@ -22,8 +22,9 @@ from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.refusals import refuse_no_sequence
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
+from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.ledger import Ledger, Work
-from gpipe.planning.observed_model import PASSES, Arrival, Input, ObservedModel
+from gpipe.planning.observed_model import PASSES, Arrival, Input, ObservedModel, WaitingGradient
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.repeats import Shortened
 from gpipe.planning.without_data import copy_layers, copy_payload
@@ -43,7 +44,7 @@ class LayerProfile:
         backward: likewise of the backward pass.
         weight_gradients: the part of that work that a split backward leaves for later.
         deferred_bytes: what it holds until then.
-        gradient_sizes: the bytes of what each of its products makes then, in the order of a backward.
+        waiting_gradients: what each of its products makes then, in the order of a backward.
         input_bytes: the size of what it takes from the layer before, as the plain model holds it.
         boundary_bytes: the size of that as it would travel over a boundary: of views, what they show.
         inputs: the tensors of its input, except those that outlive the step.
@@ -57,6 +58,8 @@ class LayerProfile:
         last_backward_peak_bytes: in its backward pass as the last layer of a stage. The gradients that arrive are not
             counted: the stage holds them until its backward ends.
         last_first_backward_peak_bytes: likewise in the first backward pass of a step.
+        split_backward_peak_bytes: in its backward pass, with what waits until the gradients of its weights are made.
+        last_split_backward_peak_bytes: likewise as the last layer of a stage.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
         converted_bytes: of the copies of its weights that autocast makes once per step; nothing else here counts them.
         heights: for each pass, what was held at every moment; the peak is the largest. Where a number of examples
@@ -72,7 +75,7 @@ class LayerProfile:
     backward: tuple[Work, ...]
     weight_gradients: tuple[Work, ...]
     deferred_bytes: int
-    gradient_sizes: tuple[int, ...]
+    waiting_gradients: tuple[WaitingGradient, ...]
     input_bytes: int
     boundary_bytes: int
     inputs: tuple[Input, ...]
@@ -84,6 +87,8 @@ class LayerProfile:
     first_backward_peak_bytes: int
     last_backward_peak_bytes: int
     last_first_backward_peak_bytes: int
+    split_backward_peak_bytes: int
+    last_split_backward_peak_bytes: int
     tied_parameters: int = 0
     converted_bytes: int = 0
     heights: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
@@ -92,6 +97,32 @@ class LayerProfile:
     def trainable_bytes(self) -> int:
         """The size of the parameters that get a gradient."""
         return sum(self.trainable_sizes)
+
+    @cached_property
+    def waiting_bytes(self) -> int:
+        """The size of the parameters' gradients that a split backward leaves for later."""
+        return sum(gradient.final_size for gradient in self.waiting_gradients)
+
+    @cached_property
+    def weights_peaks(self) -> tuple[int, int]:
+        """The peak of making these gradients: where the parameters have some already, and for the first time.
+
+        What autocast's products make goes through autograd, which converts it, up to `CACHE_BYTES` together.
+        """
+        made = converted = stay = peak = first_peak = 0
+        for gradient in self.waiting_gradients:
+            peak = max(peak, made + gradient.peak_bytes)
+            first_peak = max(first_peak, stay + made + gradient.peak_bytes)
+            if gradient.is_added:
+                stay += gradient.size
+                continue
+            made += gradient.size
+            converted += gradient.final_size
+            peak, first_peak = max(peak, made + converted), max(first_peak, stay + made + converted)
+            if made > CACHE_BYTES:
+                stay += converted
+                made = converted = 0
+        return peak, first_peak
 
     @cached_property
     def forward_flops(self) -> int:
@@ -285,7 +316,7 @@ def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile
         backward=model.work["backward"][index],
         weight_gradients=tuple(model.weight_gradients[index]),
         deferred_bytes=sum(size for _, size in model.deferred[index]),
-        gradient_sizes=tuple(model.gradient_sizes[index]),
+        waiting_gradients=tuple(model.waiting_gradients[index]),
         input_bytes=model.input_bytes[index],
         boundary_bytes=model.boundary_bytes[index],
         inputs=tuple(model.inputs[index]),

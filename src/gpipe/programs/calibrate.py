@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpipe.config import RunConfig
-from gpipe.launch import processes
+from gpipe.launch import garbage_collection, processes
 from gpipe.launch.processes import Place
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
@@ -29,6 +29,7 @@ def calibrate(run: RunConfig) -> None:
 
 
 def _measure(place: Place, _: Path, run: RunConfig) -> None:
+    garbage_collection.resume()  # layers hold real memory here
     place.share("calibration", "begins")
     accelerator = detect_accelerator(place.device_type)
     layers = build_layers(run)
