@@ -109,6 +109,20 @@ def test_the_best_of_each_shape_come_in_the_order_of_their_steps() -> None:
     assert len(set(shapes)) == 5
 
 
+def test_what_is_raised_before_a_plan_ends_the_search() -> None:
+    planned = 0
+
+    def stop_at_the_third() -> None:
+        nonlocal planned
+        planned += 1
+        if planned == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_fastest(planner([3, 1, 2, 5, 2, 2], 16), Space(4), LIKE, 10**9, on_plan=stop_at_the_third)
+    assert planned == 3
+
+
 FIXED: list[dict[str, Any]] = [
     {"num_stages": 2},
     {"num_microbatches": 3},

@@ -11,6 +11,7 @@ from hydra import compose
 
 from gpipe import launch
 from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, find_accelerator
 from gpipe.planning.calibration import Calibration
@@ -53,6 +54,19 @@ def test_every_device_is_used_and_a_second_search_finds_the_same(capsys: pytest.
     size = 16 // run.launch.num_replicas // run.pipeline.num_microbatches
     assert f"Batch norm sees {size} examples at once with the first of these" in printed
     assert choose() == run
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_request_to_stop_ends_the_search(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stops, "find_reason", lambda: "SIGINT")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as left:
+        choose()
+    assert left.value.code == stops.STOPPED
+    said = "stopped by SIGINT before the first step: the same command again goes on.\n"
+    assert capsys.readouterr().out == (said if rank == "0" else "")
 
 
 def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ again. That is exact where a run's cut is, and where all that is left by then ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
@@ -24,6 +25,7 @@ from gpipe.planning.step import Plan, Setting
 _MOST_STAGES_PER_DEVICE = 4
 _MOST_PER_DEVICE = 32  # micro-batches: of GPipe's bubble a thirtieth is left
 _Shape: TypeAlias = tuple[int, int, int, str]
+_TryPlan: TypeAlias = Callable[[Setting], Plan | None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,14 @@ def _stages_per_device(schedule: str) -> range:
 
 
 def find_fastest(
-    planner: Planner, space: Space, like: Setting, room_bytes: int, *, count: int = 5, most_cuts: int = 12
+    planner: Planner,
+    space: Space,
+    like: Setting,
+    room_bytes: int,
+    *,
+    count: int = 5,
+    most_cuts: int = 12,
+    on_plan: Callable[[], None] = lambda: None,
 ) -> list[Plan]:
     """Return the plans of the fastest settings that fit, the fastest first; of each shape only the best.
 
@@ -111,6 +120,7 @@ def find_fastest(
         room_bytes: what a device's planned peak may reach.
         count: how many plans.
         most_cuts: how many settings are cut like a run, beside those that may be faster than the fastest of them.
+        on_plan: called before each plan; what it raises ends the search.
     """
     assert isinstance(planner.cut, Cutter)
     sizes = {
@@ -125,14 +135,15 @@ def find_fastest(
         estimated = replace(estimated, evaluation=replace(evaluation, profiler=evaluated))
     rough = replace(estimated, cut=replace(cut, objective="max"))
     bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
-    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
-    found = _plan(estimated, _choose(planned, most_cuts), count)
+    planned = _plan(partial(_try_plan, rough, on_plan), sorted(bounded, key=lambda one: one.bound), count)
+    try_estimated = partial(_try_plan, estimated, on_plan)
+    found = _plan(try_estimated, _choose(planned, most_cuts), count)
     # Profiles were interpolated: a setting may turn out slower, or not fit.
     precise = replace(planner, cut=cut)
     best: dict[_Shape, Plan] = {}
-    for one in _improve(estimated, found, planned):
+    for one in _improve(try_estimated, found, planned):
         is_shown = len(best) < count and one.shape not in best
-        if is_shown and (plan := _try_plan(precise, one.setting)) is not None:
+        if is_shown and (plan := _try_plan(precise, on_plan, one.setting)) is not None:
             best[one.shape] = plan
     return sorted(best.values(), key=lambda plan: plan.step_seconds)
 
@@ -177,7 +188,7 @@ def _find_bound(planner: Planner, setting: Setting) -> float | None:
     return bound_step(profiles, seconds, setting, planner.speed)
 
 
-def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _plan(try_plan: _TryPlan, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """Plan the candidates that may be among the best; return the best of each shape and all between, by their steps."""
     found: list[Candidate] = []
     best: dict[_Shape, float] = {}
@@ -187,27 +198,28 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list
             one.shape, math.inf
         ):
             continue
-        if (plan := _try_plan(planner, one.setting)) is not None:
+        if (plan := try_plan(one.setting)) is not None:
             found.append(replace(one, plan=plan))
             best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+def _improve(try_plan: _TryPlan, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
     """Add the plans of others that may be faster than all that were found: the rough cut knows nothing of transfers."""
     least = min((one.seconds for one in found), default=math.inf)
     known = {one.setting for one in found}
     for one in sorted(others, key=lambda one: one.bound):
         if one.bound >= least:
             break
-        if one.setting not in known and (plan := _try_plan(planner, one.setting)) is not None:
+        if one.setting not in known and (plan := try_plan(one.setting)) is not None:
             found.append(replace(one, plan=plan))
             least = min(least, plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _try_plan(planner: Planner, setting: Setting) -> Plan | None:
+def _try_plan(planner: Planner, on_plan: Callable[[], None], setting: Setting) -> Plan | None:
     """Return the plan of a setting; None where there is none, such as where no cut is within the memory."""
+    on_plan()
     try:
         return planner.plan(setting)
     except ValueError:

@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import find_said_keys
+from gpipe.launch import stops
 from gpipe.launch.devices import count_threads, own_cores
 from gpipe.programs.complete import check_run_data, complete
 
@@ -88,6 +90,9 @@ def choose_pipeline(
         check_run_data(run)
     run = complete(run)
 
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from gpipe.pipeline.batch_norm import converted_batch_norms
     from gpipe.planning.report import print_choices
     from gpipe.planning.search import Space, find_fastest
@@ -111,13 +116,19 @@ def choose_pipeline(
         rematerialize=like.rematerialize if "rematerialize" in known else None,
         num_replicas=fixed.get("num_replicas"),
     )
-    plans = find_fastest(planner, space, like, devices.room_bytes)
+    is_first = os.environ.get("RANK", "0") == "0"
+    title = f"comparing plans for {devices.count} x {devices.accelerator.name}"
+    # A large model takes half a minute. Only a terminal shows this, and it is gone afterwards.
+    columns = SpinnerColumn(), TextColumn(title), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first) as progress:
+        progress.add_task("")
+        plans = find_fastest(planner, space, like, devices.room_bytes, on_plan=partial(_stop_if_asked, speaks=is_first))
     if not plans:
         words = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in said.items()]
         words += [f"launch.{key}={value}" for key, value in fixed.items()]
         kept = f", with {', '.join(words)}" if words else ""
         raise ConfigError(f"pipeline is auto{kept}, but {_explain(run, planner, space, like, devices)}.")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         print_choices(plans, devices.accelerator, devices.count)
         if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
             print(
@@ -130,6 +141,10 @@ def choose_pipeline(
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
     values["memory_limit_bytes"] = devices.room_bytes
     return _fill(composed, values | known, num_replicas=best.num_replicas, num_processes=best.num_devices)
+
+
+def _stop_if_asked(*, speaks: bool) -> None:
+    stops.exit_before_start(stops.find_reason(), speaks=speaks)
 
 
 def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devices: DevicesToUse) -> str:
