@@ -330,7 +330,7 @@ def test_stages_take_turns_in_one_process() -> None:
         # Each waits for the other.
         (
             [tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)],
-            "on device 0, backward for stage 0, micro-batch 0, needs backward for stage 1, micro-batch 0: let",
+            "on device 0, backward for stage 0, micro-batch 0, needs backward for stage 1, micro-batch 0: schedule",
         ),
     ],
 )
