@@ -449,7 +449,7 @@ def test_nothing_trains_in_inference_mode() -> None:
     pipeline = build()
     with (
         torch.inference_mode(),
-        pytest.raises(RuntimeError, match=r"^train_step is called within torch\."),
+        pytest.raises(RuntimeError, match=r"^train_step was called within torch\."),
     ):
         pipeline.train_step((torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)))
 

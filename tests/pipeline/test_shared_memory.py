@@ -80,8 +80,8 @@ def test_within_a_stage_a_change_reaches_the_view(mode: str, key: str) -> None:
 
 def message(stage: int, what: str) -> str:
     return (
-        rf"(rank {stage}, )?stage {stage}, micro-batch 0, layer 2 \(Change\), {what}: ValueError: the layer changed a "
-        r"tensor of the stage's input in place that shares memory with another one, .* use the layer's out-of-place "
+        rf"(rank {stage}, )?stage {stage}, micro-batch 0, layer 2 \(Change\), {what}: ValueError: the layer changed in "
+        r"place a tensor of the stage's input that shares memory with another one, .* use the layer's out-of-place "
         r"form \(inplace=False\), or return a copy of one of the two \(\.clone\(\)\) from the layer that makes them"
     )
 

@@ -111,7 +111,7 @@ class MiniBatchLoss:
         if self._lacks_gradient:
             raise ValueError(
                 "the loss has no gradient with respect to the outputs, so nothing would be trained; do not detach "
-                "them, and use operations that can be differentiated"
+                "them, and use differentiable operations"
             )
 
     def totals(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The end of a step for batch norms: what the micro-batches saw moves the averages once, as one mini-batch would."""
+"""The end of a step for batch norms: the micro-batches' statistics move the averages once, as one mini-batch would."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) -> None:
-    """Move the moving averages by the statistics of the whole mini-batch, once, and forget those.
+    """Move the moving averages once, by the statistics of the whole mini-batch, and forget the statistics.
 
-    Statistics are combined in float64. All layers of a device are worked on at once: one by one, their small vectors
-    would cost more than the sums.
+    They are combined in float64, for all layers of a device at once: one by one, the overhead of small vectors would
+    exceed the work.
 
     Args:
-        norms: of one or several devices; with replicas, of one.
+        norms: of one or more devices; with several replicas, of one.
         replicas: the processes that hold the same layers. The mini-batch is then that of all replicas, and each gets
             the same moving averages.
 
     Raises:
-        LostPeer, PipelineError: another replica is gone, failed or hangs.
+        LostPeer, PipelineError: another replica is gone, has failed or hangs.
     """
     has_others = replicas is not None and replicas.count > 1
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
@@ -44,7 +44,7 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) ->
             parts = [torch.empty_like(moments) for _ in range(replicas.count)]
             with replicas.exchange():
                 dist.all_gather(parts, moments.contiguous(), group=replicas.group)
-            if not all(norm.seen for norm in group):  # a number is asked for
+            if not all(norm.seen for norm in group):  # `_update` then reads numbers
                 replicas.wait_for_devices()
             counts, means, within = torch.stack(parts).unbind(1)
             moments = combine(counts, means, within.sum(0))
@@ -82,7 +82,7 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
     Args:
         counts: of each part: [parts, channels].
         means: likewise.
-        within: the summed squared deviations of all parts, each from its own mean: [channels].
+        within: the squared deviations from each part's own mean, summed over all parts: [channels].
 
     Returns:
         Count, mean and sum of squared deviations: [3, channels].

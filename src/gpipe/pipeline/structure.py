@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))
 TIES = "_gpipe_ties"
-"""An attribute of modules that went through a pipeline: their copies of tied parameters, each with its group's mark.
+"""An attribute of modules that have been in a pipeline: their copies of tied parameters, each with its group's mark.
 
-So they are still known as tied, also in other layers. A deepcopy keeps a module's attributes, not a parameter's.
+So a later pipeline knows that they are tied. A deepcopy keeps a module's attributes, but not a parameter's.
 """
 _MODULES_OWN = ("_parameters", "_buffers", "_modules", TIES)
 
@@ -32,7 +32,7 @@ def structure(module: nn.Module) -> Hashable:
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Return whether something else runs than its class's forward: hooks, or a forward put on the instance."""
+    """Return whether a module runs more than its class's forward: hooks, or a forward put on the instance."""
     attributes = module.__dict__
     return bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) or "forward" in attributes
 
@@ -50,4 +50,4 @@ def _frozen(value: Any) -> Hashable:
         return tuple((key, _frozen(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):
         return frozenset(map(_frozen, value))
-    return id(value)  # a function of a module is one object; anything else is taken to differ
+    return id(value)  # a module-level function is one object; anything else counts as different

@@ -1,4 +1,4 @@
-"""A plan, for people."""
+"""Print a plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gpipe.planning.accelerator import GIB, Accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
 
-WIDTH = 120  # characters that the table may take, on a pipe too
+WIDTH = 120  # characters of a table, also when the output is a pipe
 
 
 def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None = None) -> None:
-    """Print a row per stage, those of equal stages once, and whether the step fits, or what would.
+    """Print one row per stage, or per group of equal stages, and whether the step fits or what would.
 
     Args:
         planner: has planned the step.
         plan: the step.
         name: the run's.
-        console: where to print; None is the standard output.
+        console: where to print; None: the standard output.
     """
     setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
@@ -64,13 +64,13 @@ def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None 
 def print_choices(
     plans: Sequence[Plan], accelerator: Accelerator, num_devices: int, console: Console | None = None
 ) -> None:
-    """Print the fastest settings, and why each of them is not the first.
+    """Print the fastest settings, and why each of the others is slower than the first.
 
     Args:
         plans: the fastest first.
-        accelerator: that they are for.
-        num_devices: how many of it.
-        console: where to.
+        accelerator: the kind of device.
+        num_devices: the number of devices.
+        console: where to print; None: the standard output.
     """
     console = console or Console(highlight=False, width=WIDTH)
     console.print(f"The fastest ways to run it on {num_devices} x {accelerator.name}, planned:", soft_wrap=True)
@@ -102,7 +102,7 @@ def _explain_loss(best: Plan, other: Plan) -> str:
 
 
 def _divide_step(plan: Plan) -> dict[str, float]:
-    """Return the seconds of a step by what the mean device does meanwhile."""
+    """Return the seconds of a step, divided by what an average device does."""
     recomputed = sum(e.end - e.start for e in plan.timeline.events if e.task.kind is Kind.RECOMPUTE)
     busy = sum(e.end - e.start for e in plan.timeline.events)
     count = len(plan.memory)
@@ -116,7 +116,7 @@ def _divide_step(plan: Plan) -> dict[str, float]:
 
 
 def compare_with_plan(plan: Plan, measured: Timeline) -> str:
-    """Return a line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
+    """Return one line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
     seconds: dict[tuple[int, Kind], list[float]] = {}
     for task, start, end in measured.events:
         seconds.setdefault((task.stage, task.kind), []).append(end - start)
@@ -155,7 +155,7 @@ def _processes(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> str:
-    """Say whether a plan fits the accelerator, and else what would."""
+    """Say whether a plan fits the accelerator, and if not, what would."""
     training = [memory.peak_bytes for memory in plan.memory]
     peaks = max(training, plan.evaluation_bytes, key=lambda sizes: max(sizes, default=0))
     fullest = peaks.index(plan.peak_bytes)
@@ -177,7 +177,7 @@ def gib(size: int) -> str:
 
 
 def _row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[str, ...]:
-    """Return first and last layer, then what is shown of a stage and, where it is a device's first, of the device."""
+    """Return a stage's first and last layer, then its figures, and those of the device if it is the device's first."""
     stage = plan.stages[index]
     memory = [""] * 4
     if index < len(plan.memory):
@@ -221,12 +221,12 @@ def _describe_devices(plan: Plan) -> str:
 
 
 def describe_bubble(plan: Plan) -> str:
-    """Return the simulated bubble of a plan that has one, with that of equal stages beside it."""
+    """Return the simulated bubble of a plan that has one, and that of equal stages."""
     return f"bubble {plan.bubble:.1%} ({plan.equal_stages_bubble:.1%} if all stages were equal)"
 
 
 def _describe_parameters(plan: Plan) -> str:
-    """Return a model's number of parameters in words, how many only training uses, and how many stages copy."""
+    """Return a model's number of parameters in words, with those that only training uses and the copies in stages."""
     text = f"{plan.parameters:,} parameters"
     if plan.auxiliary_parameters:
         text = f"{plan.evaluated_parameters:,} parameters in the network that is evaluated, {plan.parameters:,} with "
