@@ -24,7 +24,7 @@ def find_secret(text: str) -> str | None:
     A secret is the value of an environment variable whose name contains a word such as key, token, secret or password;
     anything that looks like a well-known service's token or a private key; or a password in an address.
     """
-    for value, name in _values():
+    for value, name in _list_secrets():
         if value in text:
             return f"the value of the environment variable {name}"
     return "what looks like a token or a password" if _TOKEN.search(text) else None
@@ -37,12 +37,12 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str) -> str:
     """Return a text with each secret replaced by <name of its variable>, or by <secret> if it has none."""
-    for value, name in _values():
+    for value, name in _list_secrets():
         text = text.replace(value, f"<{name}>")
     return _TOKEN.sub("<secret>", text)
 
 
-def _values() -> list[tuple[str, str]]:
+def _list_secrets() -> list[tuple[str, str]]:
     """Return the secrets in the environment and their names, longest first: one may be part of another."""
     found = [(value, name) for name, value in os.environ.items() if len(value) >= _SHORTEST and is_secret(name)]
     return sorted(found, key=lambda pair: (-len(pair[0]), pair))

@@ -179,12 +179,12 @@ def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) ->
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed, without importing them."""
-    versions = {name: version for name in names if (version := _version(name)) is not None}
+    versions = {name: version for name in names if (version := _find_version(name)) is not None}
     return {"python": platform.python_version(), **versions}
 
 
 @cache  # each reads a file, and a run asks at its start and at its end
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -215,24 +215,24 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Co
         own: The settings here, as JSON. A setting that one of the two lacks, such as a newer one, is left out.
         may_differ: Keys that are left out too.
     """
-    there, here = _flat(without(may_differ, saved)), _flat(without(may_differ, own))
+    there, here = _flatten(without(may_differ, saved)), _flatten(without(may_differ, own))
     return [
-        f"{key} is {_short(there[key])} there, {_short(value)} here"
+        f"{key} is {_shorten(there[key])} there, {_shorten(value)} here"
         for key, value in here.items()
         if key in there and there[key] != value
     ]
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of all sections under their full keys, such as trainer.evaluation.batch_size."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        found |= _flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value as a user types it on the command line, shortened to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -265,10 +265,10 @@ def write_record(path: Path, record: Record) -> None:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Replace the lines of a .jsonl file by records; otherwise like `write_record`."""
-    _write(path, "".join(_line(record) for record in records))
+    _write(path, "".join(_format_line(record) for record in records))
 
 
-def _line(record: Record) -> str:
+def _format_line(record: Record) -> str:
     return json.dumps(asdict(record), allow_nan=False) + "\n"
 
 
@@ -283,7 +283,7 @@ def append_record(path: Path, record: Record) -> None:
     Raises:
         ValueError: A number is NaN or infinite.
     """
-    line = _line(record)
+    line = _format_line(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(line)

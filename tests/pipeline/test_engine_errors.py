@@ -338,11 +338,11 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one per stage (the same one may appear"),
         (
             lambda: build(layers=nn.ModuleList([Keep(), Keep()])),
-            "layers is of type ModuleList; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers",
+            "layers is of type ModuleList; it must be an nn.Sequential of the model's layers, which gpipe.as_layers",
         ),
         (
             lambda: build(layers=[Keep(), Keep()]),
-            "layers is of type list; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers",
+            "layers is of type list; it must be an nn.Sequential of the model's layers, which gpipe.as_layers",
         ),
         (lambda: build(mesh="cpu"), "mesh is 'cpu'; give what init_device_mesh(device_type, (R, K), mesh_dim_names=("),
         (

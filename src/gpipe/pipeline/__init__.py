@@ -2,7 +2,7 @@
 
 A mini-batch is cut into M micro-batches, the model into K stages. One training step, K = 3, M = 3:
 
-    stage 0   F0 F1 F2 R2             B2 R1 B1 R0 B0   F: forward, without an autograd graph
+    stage 0   F0 F1 F2 R2             B2 R1 B1 R0 B0   F: forward, which keeps no autograd graph
     stage 1      F0 F1 F2 R2       B2 R1 B1 R0 B0      R: recomputation, the forward again with a graph
     stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0         B: backward
                     |        |                      |
@@ -35,10 +35,10 @@ Several processes, and a parameter in several places:
 
 Schedules:
 
-    one_forward_one_backward.py  1F1B, interleaved or not
-    zero_bubble.py         schedules that split backwards
-    split_backward.py      weight gradients that wait, for those schedules
-    schedule_choice.py     a schedule by name, or checked if it is a user's own; the tasks of each process
+    one_forward_one_backward.py    1F1B, interleaved or not
+    zero_bubble.py                 schedules that split backwards
+    split_backward.py              gradients of weights that wait, for those schedules
+    schedule_choice.py             a schedule by name, or a user's own, checked; the tasks of each process
 
 How layers run:
 

@@ -1,4 +1,4 @@
-"""torch.autocast around a training step: each weight is converted once, and backward runs outside of it."""
+"""torch.autocast around a training step: each weight is converted once, and backward runs outside it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Gradients:
         return norm
 
     def clip_together(self, job: Job, max_norm: float, step: int) -> float:
-        """Clip gradients outside of a step, with all processes of the job.
+        """Clip gradients outside a step, with all processes of the job.
 
         Raises:
             NonFiniteError: as `clip`.

@@ -118,7 +118,7 @@ class _Captured:
         self.statistics.note()
 
     def collect(self, inputs: Sequence[Tensor], differentiable: Iterator[Tensor]) -> Any:
-        """Return the value of the layer: its outputs in the graph's memory, and what passed by as it is.
+        """Return the value of the layer: its outputs in the graph's memory, and the inputs that it returns unchanged.
 
         differentiable: what to return for the outputs that have a gradient.
         """
@@ -132,7 +132,7 @@ class _Captured:
 
 
 class _Replay(torch.autograd.Function):
-    """A captured forward and backward in the place of a layer's own."""
+    """A captured forward and backward in place of a layer's own."""
 
     @staticmethod
     def forward(ctx: Any, captured: _Captured, inputs: Sequence[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - for the graph
@@ -291,7 +291,7 @@ class LayerGraphs:
 
     def _capture(self, layer: nn.Module, inputs: Payload, seeds: Sequence[Tensor | None] | None = None) -> _Captured:
         """Capture a layer's forward and, with `seeds` to start from, its backward."""
-        # Not one pool for several layers: a tensor that passes by a layer would lie where that layer's graph writes.
+        # Not one pool for several layers: a tensor that bypasses a layer would lie where that layer's graph writes.
         pool = torch.cuda.graph_pool_handle()
         own = [tensor.detach().clone() for tensor in inputs.tensors]
         norms = {norm: norm.fresh for norm in converted_batch_norms([layer])}

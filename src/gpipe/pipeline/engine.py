@@ -257,7 +257,7 @@ class Pipeline(LayerExecution):
             scaler: scales the loss for float16. If a gradient is not finite, every process skips the step: no process
                 has gradients, no moving average has moved, and `step` stays as it is.
             return_outputs: put the outputs of all micro-batches into the report of the last stage's process.
-            max_gradient_norm: clip as `clip_gradients` does, but with the norms that each step exchanges anyway.
+            max_gradient_norm: clip as `clip_gradients` does, but with the norms that each step computes anyway.
 
         Raises:
             NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process. The gradients are
@@ -552,7 +552,7 @@ class Pipeline(LayerExecution):
         doing: str = "",
         threads: DeviceThreads | None = None,
     ) -> None:
-        """Run tasks in their order: receive, work, send.
+        """Run tasks in order: receive, work, send.
 
         `parts` are the inputs of each micro-batch, in the first stage. In messages `doing` replaces a task's kind.
         """

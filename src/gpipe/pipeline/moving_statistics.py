@@ -60,8 +60,8 @@ def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     found: dict[int, Tensor] = {}
     for length, positions in by_length.items():
         group = [norms[position] for position in positions]
-        sizes = [_running(norm)[0].numel() for norm in group]
-        device = _running(group[0])[0].device
+        sizes = [_get_averages(norm)[0].numel() for norm in group]
+        device = _get_averages(group[0])[0].device
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
         else:
@@ -93,18 +93,18 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
 
 
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
-    sizes = [_running(norm)[0].numel() for norm in norms]
+    sizes = [_get_averages(norm)[0].numel() for norm in norms]
     count, mean, deviations = moments
     if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         used = (count[starts] > 0).tolist()
         kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
         norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
-        sizes, (count, mean, deviations) = [_running(norm)[0].numel() for norm in norms], moments
+        sizes, (count, mean, deviations) = [_get_averages(norm)[0].numel() for norm in norms], moments
     if not norms:
         return
     factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
-    means, variances = zip(*(_running(norm) for norm in norms), strict=True)
+    means, variances = zip(*(_get_averages(norm) for norm in norms), strict=True)
     values = torch.stack([mean, deviations / (count - 1)])
     moved = torch.lerp(torch.cat(means + variances).double().view_as(values), values, factors)
     copy_to_each(means + variances, moved.view(-1).split(sizes * 2))
@@ -122,7 +122,7 @@ def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
     ]
 
 
-def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
+def _get_averages(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
     mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
     assert mean is not None and variance is not None
     return mean, variance

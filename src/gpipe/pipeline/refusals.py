@@ -100,8 +100,8 @@ def refuse_no_sequence(layers: Any) -> None:
     """Refuse what is not a sequence of layers."""
     if not isinstance(layers, nn.Sequential):
         raise TypeError(
-            f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, such as "
-            "gpipe.as_layers makes of any module"
+            f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, which "
+            "gpipe.as_layers makes from any module"
         )
 
 
@@ -212,7 +212,7 @@ def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) 
     if others := [name for name in layers._modules if name not in map(str, own)]:
         raise ValueError(
             f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
-            "make a new Pipeline of all layers"
+            "make a new Pipeline from all layers"
         )
     _refuse_other_layers(layers, own, "pipeline.layers")
 
@@ -223,7 +223,7 @@ def refuse_changed_model(layers: nn.Sequential, own: Mapping[int, nn.Module], nu
     if len(layers) > num_layers:
         raise ValueError(
             f"layer {num_layers} of the model was added after the pipeline was made, so it would not be trained; make "
-            "a new Pipeline of all layers"
+            "a new Pipeline from all layers"
         )
     _refuse_other_layers(layers, own, "the model")
 
@@ -319,7 +319,7 @@ def refuse_late_parameters(layers: nn.Module) -> None:
         if not hasattr(parameter, "to_local"):
             raise ValueError(
                 f"layers.{name} was added after the pipeline was made, and shard_replicas is True, so replicas would "
-                "not average its gradient; make a new Pipeline of all layers"
+                "not average its gradient; make a new Pipeline from all layers"
             )
 
 

@@ -146,7 +146,7 @@ class Stage:
         self._masks = mix_keys(MASKS, self.seed, step)
 
     def start_step(self, step: int) -> None:
-        """Prepare for training step number `step`, whatever its mini-batch is."""
+        """Prepare for training step number `step`, with any mini-batch."""
         self.seed_masks(step)
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # which may have changed
         self._buffers.start_step(chain(*modules.values()))
@@ -216,7 +216,7 @@ class Stage:
 
     def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
-        norms = self.batch_norms  # without any, a forward is what it is outside of a step
+        norms = self.batch_norms  # without any, a forward is the same as outside a step
         phase = microbatch_phase(norms, recompute=False, synchronized=synchronized) if norms else NOTHING
         with self._buffers.moved(for_recomputation=not keep_graph) as buffers, phase:
             kept = _Kept(inputs, buffers, [None] * sum(inputs.differentiable), synchronized=synchronized)
@@ -379,7 +379,7 @@ class Stage:
         announce: bool = False,
         look: Look | None = None,
     ) -> Payload:
-        """Run layers one after the other.
+        """Run layers one after another.
 
         is_stored: whether a recomputation will start from the inputs: no layer may change them.
         has_graph: whether a graph says which tensors need a gradient.

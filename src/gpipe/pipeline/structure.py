@@ -23,9 +23,9 @@ def structure(module: nn.Module) -> Hashable:
     module's class names in `unread_in_forward` do not count.
     """
     others = *_MODULES_OWN, *getattr(type(module), "unread_in_forward", ())
-    attributes = tuple((name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in others)
+    attributes = tuple((name, _freeze(value)) for name, value in sorted(vars(module).items()) if name not in others)
     tensors = tuple(
-        (name, _described(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
+        (name, _describe(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
     )
     children = tuple((name, None if child is None else structure(child)) for name, child in module._modules.items())
     return type(module), attributes, tensors, children
@@ -37,17 +37,17 @@ def has_own_code(module: nn.Module) -> bool:
     return bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) or "forward" in attributes
 
 
-def _described(tensor: Tensor | None) -> Hashable:
+def _describe(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _frozen(value: Any) -> Hashable:
+def _freeze(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list):
-        return tuple(map(_frozen, value))
+        return tuple(map(_freeze, value))
     if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
+        return tuple((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):
-        return frozenset(map(_frozen, value))
+        return frozenset(map(_freeze, value))
     return id(value)  # a module-level function is one object; anything else counts as different

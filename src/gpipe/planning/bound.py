@@ -20,7 +20,7 @@ def bound_step(
     """Return the lower bound.
 
     A device cannot begin before a micro-batch has passed the stages before it, and after its last backward the gradient
-    has to go back through them; in between it does all of its tasks. Gradients of weights may be made meanwhile.
+    has to go back through them; in between it does all of its tasks. Gradients of weights may be made on that way back.
     Transfers, and recomputations that memory forces, are not counted.
 
     Args:

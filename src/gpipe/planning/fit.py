@@ -94,14 +94,14 @@ def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tupl
 
 # The results below do not depend on the cut, and many cuts need them.
 @lru_cache(maxsize=64)
-def _whole(order: Order) -> StepSchedule:
+def _list_tasks(order: Order) -> StepSchedule:
     return order.tasks(Rematerialize.NEVER)
 
 
 @lru_cache(maxsize=2**12)
 def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
     """Return the walk through a device's tasks; `mode` is a mode, or a number for each of the device's stages."""
-    tasks = _whole(order)[device]
+    tasks = _list_tasks(order)[device]
     if isinstance(mode, tuple):
         every = [0] * order.num_stages
         for stage, count in zip(sorted({task.stage for task in tasks}), mode, strict=True):
@@ -114,7 +114,7 @@ def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
 @lru_cache(maxsize=2**12)
 def _count_at_once(order: Order, device: int) -> tuple[int, ...]:
     """Return the most micro-batches of each stage that are between forward and backward at once."""
-    tasks = _whole(order)[device]
+    tasks = _list_tasks(order)[device]
     return tuple(_count_in(tasks, stage) for stage in sorted({task.stage for task in tasks}))
 
 
@@ -131,6 +131,6 @@ def _count_in(tasks: Sequence[Task], stage: int) -> int:
 def _name(order: Order, counts: tuple[int, ...]) -> Rematerialization:
     """Return the mode that is equivalent to numbers of graphs, or else the numbers."""
     for mode in (Rematerialize.NEVER, Rematerialize.ALWAYS, Rematerialize.EXCEPT_LAST):
-        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in _whole(order)):
+        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in _list_tasks(order)):
             return mode
     return counts

@@ -227,7 +227,7 @@ def profile_layers(
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    sizes, offsets = [profile.input_bytes for profile in found], [list(_offsets(profile)) for profile in found]
+    sizes, offsets = [profile.input_bytes for profile in found], [list(_list_offsets(profile)) for profile in found]
     whole = shortened.expand(found, sizes, offsets, _move)
     if whole is None:
         whole = _profile(list(layers), loss, example, autocast, measured, training=training)
@@ -236,7 +236,7 @@ def profile_layers(
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
 
 
-def _offsets(profile: LayerProfile) -> Iterator[int]:
+def _list_offsets(profile: LayerProfile) -> Iterator[int]:
     """Yield the offsets to other layers that a profile contains."""
     for one in profile.inputs:
         yield from (offset for offset in (one.made_by, one.freed_by, one.kept_by) if offset is not None)
@@ -245,7 +245,7 @@ def _offsets(profile: LayerProfile) -> Iterator[int]:
 
 def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
     """Return the profile with other offsets; itself if they are the same."""
-    if list(offsets) == list(_offsets(profile)):
+    if list(offsets) == list(_list_offsets(profile)):
         return profile
     moved = iter(offsets)
     inputs = []
@@ -298,10 +298,10 @@ def _profile(
                 model.backward(value)
             else:
                 model.heights["quiet"] = model.heights["forward"]
-    return [_layer_profile(model, index, start) for index in range(len(layers) + 1)]
+    return [_make_profile(model, index, start) for index in range(len(layers) + 1)]
 
 
-def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile:
+def _make_profile(model: ObservedModel, index: int, start: int) -> LayerProfile:
     layer = model.layers[index]
     parameters = [] if layer is None else list(layer.parameters())
     norms = [] if layer is None else converted_batch_norms([layer])

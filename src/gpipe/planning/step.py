@@ -276,7 +276,7 @@ def plan_step(
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
     setting = settle(profiles, partitions, setting)
-    stages = tuple(_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
+    stages = tuple(_plan_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
@@ -286,7 +286,7 @@ def plan_step(
 
     assert not isinstance(setting.rematerialize, Fit), "it is settled"
     seconds = {(kind, stage): one.seconds(kind) for stage, one in enumerate(stages) for kind in Kind}
-    simulation = _simulation(setting.order, setting.rematerialize, setting.is_sequential)
+    simulation = _make_simulation(setting.order, setting.rematerialize, setting.is_sequential)
     timeline = simulation(lambda task: seconds[task.kind, task.stage], transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
     if layer_update_seconds is None:
@@ -309,7 +309,7 @@ def plan_step(
 
 # A simulation does not depend on the cut, and many cuts are planned.
 @lru_cache(maxsize=64)
-def _simulation(order: Order, mode: Rematerialization, is_sequential: bool) -> Simulation:
+def _make_simulation(order: Order, mode: Rematerialization, is_sequential: bool) -> Simulation:
     tasks = order.tasks(mode)
     return Simulation([sequential(tasks)] if is_sequential else tasks)
 
@@ -356,7 +356,7 @@ def _averaging_seconds(memory: Sequence[DeviceMemory], timeline: Timeline, setti
     return max(*ends, makespan) - makespan
 
 
-def _stage(
+def _plan_stage(
     profiles: Sequence[LayerProfile], layer_seconds: Sequence[LayerSeconds], first: int, end: int, speed: Speed
 ) -> StagePlan:
     last_layer = end - 1

@@ -191,7 +191,7 @@ class LayerTimer:
                 found.append(timing)
                 on_layer(timing)
             if loss is not None:
-                found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload)[0])
+                found.append(self._time(lambda logits: _drop_metrics(loss(logits, targets)), payload)[0])
         return found
 
     def _time_layer(
@@ -217,10 +217,10 @@ class LayerTimer:
         norms: Sequence[MicroBatchNorm] = (),
         end_step: Callable[[], None] | None = None,
     ) -> tuple[LayerTiming, Payload]:
-        rounds = [self._round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
+        rounds = [self._run_round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
         return LayerTiming.median([timing for timing, _ in rounds]), rounds[-1][1]
 
-    def _round(
+    def _run_round(
         self,
         run: Callable[[Any], Any],
         inputs: Payload,
@@ -236,7 +236,7 @@ class LayerTimer:
                 forward = self._run_forward(run, inputs)
             with microbatch_phase(norms, recompute=True):
                 passes, outputs = self._run_again(run, inputs)
-            update = 0.0 if end_step is None else self._clocked(end_step)[0]
+            update = 0.0 if end_step is None else self._clock(end_step)[0]
         finally:
             discard(norms)
         return LayerTiming(LayerSeconds(forward, *passes), update), outputs
@@ -266,14 +266,14 @@ class LayerTimer:
         graph, outputs = payload.tensors, payload.detach()
         roots = [tensor for tensor in graph if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
-        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients) if roots else None)
+        backward, _ = self._clock(lambda: torch.autograd.backward(roots, gradients) if roots else None)
         weights = splitting = 0.0
         if self._splits:
             graph = self._time_forward(run, inputs)[1].tensors
             edges = [get_gradient_edge(tensor) for tensor in graph if tensor.requires_grad]
             del graph, payload, roots  # a boundary output is freed once it has been sent
-            early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
-            weights, _ = self._clocked(waiting.compute)
+            early, waiting = self._clock(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
+            weights, _ = self._clock(waiting.compute)
             splitting = early + weights - backward
         return (recompute, backward, weights, splitting), outputs
 
@@ -287,15 +287,15 @@ class LayerTimer:
             for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
         ]
         entered = inputs.replace([leaf.clone() for leaf in leaves])
-        return self._clocked(lambda: Payload.of(run(entered.value())))
+        return self._clock(lambda: Payload.of(run(entered.value())))
 
-    def _clocked(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
+    def _clock(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
         cool_caches(self._device)
-        start = self._now()
+        start = self._read_clock()
         result = run()
-        return self._now() - start, result
+        return self._read_clock() - start, result
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         """Return the time in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -321,7 +321,7 @@ def _fill(parameter: nn.Parameter) -> Tensor:
     return torch.full(parameter.shape, 0.01, dtype=parameter.dtype)
 
 
-def _loss_alone(found: Any) -> Tensor:
+def _drop_metrics(found: Any) -> Tensor:
     """Return the loss, also if the function returns metrics too."""
     loss: Tensor = found[0] if isinstance(found, tuple) else found
     return loss

@@ -117,10 +117,10 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
         return slice(*(_join(parts, position, refuse) for parts in zip(*ends, strict=True)))
     if all(value == first or value is first or repr(value) == repr(first) for value in values):  # such as nan
         return first
-    return _line(values, refuse)
+    return _fit_line(values, refuse)
 
 
-def _line(values: Sequence[Any], refuse: Refuse) -> OfBatch:
+def _fit_line(values: Sequence[Any], refuse: Refuse) -> OfBatch:
     factor, rest = divmod(values[1] - values[0], BATCHES[1] - BATCHES[0]) if type(values[0]) is int else (0, 1)
     offset = values[0] - factor * BATCHES[0] if rest == 0 else 0
     if rest or any(value != factor * batch + offset for value, batch in zip(values, BATCHES, strict=True)):

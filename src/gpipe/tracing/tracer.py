@@ -60,21 +60,21 @@ class _Call(nn.Module):
             outputs = self.model(**parts)
         else:
             outputs = self.model(*parts.values()) if self._kind is tuple else self.model(inputs)
-        return _travelling(outputs)
+        return _convert_outputs(outputs)
 
 
-def _travelling(outputs: Any) -> Any:
+def _convert_outputs(outputs: Any) -> Any:
     """Return outputs as tensors, tuples, lists and dicts; of a dataclass, only what is not None."""
     if type(outputs) is TracedTensor:
-        return _travelling(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
+        return _convert_outputs(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
     if is_dataclass(outputs):
         named = ((field.name, getattr(outputs, field.name)) for field in fields(outputs))
-        found = {name: _travelling(value) for name, value in named if value is not None}
+        found = {name: _convert_outputs(value) for name, value in named if value is not None}
         return next(iter(found.values())) if len(found) == 1 else found
     if isinstance(outputs, dict):
-        return {key: _travelling(value) for key, value in outputs.items()}
+        return {key: _convert_outputs(value) for key, value in outputs.items()}
     if isinstance(outputs, tuple | list):
-        return (list if isinstance(outputs, list) else tuple)(_travelling(value) for value in outputs)
+        return (list if isinstance(outputs, list) else tuple)(_convert_outputs(value) for value in outputs)
     return outputs
 
 
@@ -306,7 +306,7 @@ class Tracer(fx.Tracer):
             raise
 
     def _create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        bare = _bare((args, kwargs))
+        bare = _unwrap((args, kwargs))
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         if any(tensor.grad_fn is not None for tensor in tensors):
             raise Undecided("computes with a weight reached neither by name nor by parameters(), which is not recorded")
@@ -499,7 +499,7 @@ def _is_changed_in_place(value: Any, name: str) -> bool:
     return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
 
 
-def _bare(nest: Any) -> Any:
+def _unwrap(nest: Any) -> Any:
     """Return a nest with traced parts replaced by their values."""
 
     def bare(leaf: Any) -> Any:

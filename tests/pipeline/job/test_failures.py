@@ -410,7 +410,7 @@ def test_a_process_that_never_comes_to_the_pipeline_is_named(action: Callable[[]
     told = fresh_processes.run(3, connect, 1, action, mute=1)
     assert told.keys() == {0, 2}
     for text in told.values():
-        assert "rank 1, which never said where it runs, " in text and said in text
+        assert "rank 1, which never reported where it runs, " in text and said in text
 
 
 @pytest.mark.parametrize("action", [hang, stop])

@@ -171,7 +171,7 @@ class DeviceWork:
             raise PipelineError(text, stage=self._stage) from error
 
     def _mark(self, device: torch.device) -> torch.cuda.Event:
-        """Note what the current stream of a device was given since the last step, and return the event behind it."""
+        """Note what the current stream of a device was given since the last step, and return the event after it."""
         event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
         self._append(DeviceStep(event, f"{self.activity}, on {device}"))
         return event

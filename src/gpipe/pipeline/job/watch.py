@@ -430,7 +430,7 @@ class Watch:
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _describe(self, rank: int) -> tuple[int | None, str]:
-        unknown = None, f"rank {rank}, which never said where it runs,"
+        unknown = None, f"rank {rank}, which never reported where it runs,"
         stage, name, *_ = self._board.read(f"process/{rank}") or unknown
         return stage, name
 

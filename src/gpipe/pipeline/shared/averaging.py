@@ -154,7 +154,7 @@ class Averaging:
                         f"a buffer of shape {tuple(state.shape)} has the layout {state.layout}, and replicas exchange "
                         "only dense ones; register it as a dense tensor, and make it sparse in the forward"
                     )
-                own = _distinct(state.detach())
+                own = _drop_expansion(state.detach())
                 part = own.contiguous().view(-1).view(torch.uint8)  # as bytes: no backend knows all types of torch
                 if part.numel():
                     dist.broadcast(part, dist.get_global_rank(group, 0), group)
@@ -230,7 +230,7 @@ class Averaging:
             bucket.reset()
 
 
-def _distinct(tensor: Tensor) -> Tensor:
+def _drop_expansion(tensor: Tensor) -> Tensor:
     """Return a view of a tensor whose expanded dimensions have one element."""
     if 0 not in tensor.stride():
         return tensor

@@ -107,7 +107,7 @@ class ShardedOptimizer(Optimizer):
         """
         found: dict[str, Tensor] = {}
         with self._job.guard(), self._job.replicas.waiting():
-            specs = [(name, str(one.dtype), list(one.shape), _number(one)) for name, one in own.items()]
+            specs = [(name, str(one.dtype), list(one.shape), _read_number(one)) for name, one in own.items()]
             for replica, part in enumerate(self._job.replicas.gather(specs)):
                 for name, dtype, shape, number in part:
                     found[name] = self._receive(own.get(name), replica, getattr(torch, dtype[6:]), shape, number)
@@ -136,6 +136,6 @@ def share_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
     return owners
 
 
-def _number(tensor: Tensor) -> Any:
+def _read_number(tensor: Tensor) -> Any:
     """Return the value of a tensor without dimensions; None for any other."""
     return tensor.item() if tensor.ndim == 0 else None

@@ -104,7 +104,7 @@ class Sharding:
         """Do nothing: no gradient is missing."""
 
     def reset(self) -> None:
-        """Do nothing: the next step begins anew."""
+        """Do nothing: the next step starts afresh."""
 
     def _set(self, *, is_last_backward: bool) -> None:
         self.is_last_backward = is_last_backward

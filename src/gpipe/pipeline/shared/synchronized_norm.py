@@ -166,7 +166,7 @@ class SynchronizedMicroBatch:
         return output
 
     def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
-        part = _measured(input, _count_channels(norm))
+        part = _measure_statistics(input, _count_channels(norm))
         if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
             norm.__dict__["fresh"] = (*norm.fresh, *part)
         mean, variance = part.statistics.double()
@@ -209,7 +209,7 @@ def _count_channels(norm: MicroBatchNorm) -> int:
 
 
 @torch.no_grad()
-def _measured(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
+def _measure_statistics(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
     """Return the statistics of [n, channels, ...], in float32 or wider; n may be 0; the variance of one value is 0."""
     if input.shape[1] != num_channels:
         raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has {num_channels}")

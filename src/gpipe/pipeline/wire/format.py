@@ -117,7 +117,7 @@ class MessageFormat:
         if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
             return predicted
         _refuse_without_memory(payload)
-        found = _format(payload.structure, specs, batch)
+        found = _make_format(payload.structure, specs, batch)
         return predicted if found == predicted else found
 
     @functools.cached_property
@@ -238,7 +238,7 @@ def _refuse_without_memory(payload: Payload) -> None:
 
 def count_bytes(tensor: Tensor) -> int:
     """Return how many bytes of a tensor travel."""
-    return _layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
+    return _make_layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
 
 
 def flatten(tensor: Tensor, layout: TensorLayout) -> Tensor:
@@ -266,11 +266,11 @@ def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
 
 # Packing a payload may hold up all stages after this one, so known formats are cached.
 @functools.lru_cache(maxsize=1024)
-def _format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
-    return MessageFormat(structure, tuple(_layout(*spec) for spec in specs), batch, specs)
+def _make_format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
+    return MessageFormat(structure, tuple(_make_layout(*spec) for spec in specs), batch, specs)
 
 
-def _layout(
+def _make_layout(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -279,10 +279,10 @@ def _layout(
     offset: int,
 ) -> TensorLayout:
     name = str(dtype).removeprefix("torch.")
-    return TensorLayout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
+    return TensorLayout(name, tuple(shape), _find_strides(shape, strides), differentiable, shared, offset)
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+def _find_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides with which to rebuild a tensor, None if it is contiguous.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive

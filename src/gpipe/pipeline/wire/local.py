@@ -21,7 +21,7 @@ from gpipe.pipeline.wire.streams import HEADER, Formats, Link, Mark, Sender
 
 
 class LocalSender(Sender):
-    """Sends payloads one after the other."""
+    """Sends payloads one after another."""
 
     def __init__(self, link: Link) -> None:
         assert link.connection is not None
@@ -57,7 +57,7 @@ class LocalSender(Sender):
 
 
 class LocalReceiver:
-    """Receives payloads one after the other."""
+    """Receives payloads one after another."""
 
     threads: tuple[threading.Thread, ...] = ()
 

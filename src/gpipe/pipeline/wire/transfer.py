@@ -3,7 +3,7 @@
 Both ends of a stream predict the format of its next message: that of the same micro-batch in the step before. While the
 prediction holds, a payload is one message of known size, whose receive is posted ahead: it arrives while the stage
 computes. A sender whose payload has another format announces it in a short format message, which fits any receive, and
-sends the payload in the next message. So shapes may change at any time, and nobody declares them.
+sends the payload in the next message. So shapes may change at any time, and are never declared.
 
     sender     F0 [format][data]  F1 [data]  F2 [data] ...     the first step: formats are new
     sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
