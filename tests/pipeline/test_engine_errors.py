@@ -325,15 +325,15 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         ),
         (
             lambda: build(stages_per_device=2),
-            "stages_per_device is 2, but the schedule gpipe needs 1; set it so, or use another schedule: zb_v needs 2",
+            "stages_per_device is 2, but the schedule gpipe needs 1; change it, or use another schedule: zb_v needs 2",
         ),
         (
             lambda: build(schedule="interleaved_1f1b"),
-            "stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more; set it so, or use another",
+            "stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more; change it, or use another",
         ),
         (
             lambda: build(schedule="interleaved_1f1b", stages_per_device=3),
-            "2 partitions cannot be shared evenly by devices with stages_per_device=3; make them a multiple of",
+            "2 partitions cannot be shared evenly by devices with stages_per_device=3; choose a multiple of",
         ),
         (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one per stage (the same one may appear"),
         (

@@ -42,7 +42,7 @@ def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
             return x * (len(x) ** 2)
 
     with pytest.raises(
-        TracingError, match=r"py, line \d+: computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does"
+        TracingError, match=r"py, line \d+: computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which is"
     ):
         gpipe.as_layers(Square(), torch.zeros(2, 3))
 

@@ -101,7 +101,7 @@ def check_stages_divide(num_stages: int, stages_per_device: int) -> None:
     if stages_per_device < 1 or num_stages % stages_per_device != 0:
         raise ValueError(
             f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "
-            "make them a multiple of stages_per_device"
+            "choose a multiple of stages_per_device"
         )
 
 
@@ -114,7 +114,7 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
     least, most, needed = _STAGES_PER_DEVICE.get(schedule, (1, 1, "1"))
     if not least <= stages_per_device <= most:
         raise ValueError(
-            f"stages_per_device is {stages_per_device}, but the schedule {schedule} needs {needed}; set it so, or use "
+            f"stages_per_device is {stages_per_device}, but the schedule {schedule} needs {needed}; change it, or use "
             "another schedule: zb_v needs 2, interleaved_1f1b 2 or more, the others 1"
         )
     check_stages_divide(num_stages, stages_per_device)
