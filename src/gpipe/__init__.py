@@ -6,7 +6,7 @@ from gpipe.public_names import __all__ as __all__
 from gpipe.public_names import __dir__ as __dir__
 from gpipe.public_names import __getattr__ as __getattr__
 
-if TYPE_CHECKING:  # what `public_names` imports when it is first asked for
+if TYPE_CHECKING:  # what `public_names` imports on first use
     from gpipe.pipeline.batch_norm import convert_batch_norm as convert_batch_norm
     from gpipe.pipeline.batch_norm import is_recomputing as is_recomputing
     from gpipe.pipeline.engine import Pipeline as Pipeline

@@ -1,4 +1,4 @@
-"""Files of a run: each appears complete or not at all, whatever ends the process or the machine meanwhile."""
+"""Files of a run: each appears complete or not at all, even if the process or the machine stops meanwhile."""
 
 import fcntl
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what then takes the place of a file; where the body or the disk fails, nothing has changed.
+    """Yield a path to write, then replace the file by it; if the body or the disk fails, nothing has changed.
 
-    What is yielded has the same suffix and folder.
+    The path has the same folder and suffix.
 
     Raises:
-        OSError: it cannot be written; the error has `path` where the system names no file.
+        OSError: the file cannot be written; the error names `path` if the system names no file.
     """
     partial = path.with_name(f".partial.{path.name}")
     try:
@@ -23,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
         flush(path.parent)
     except OSError as error:
-        if error.filename is None:  # of a full disk
+        if error.filename is None:  # as for a full disk
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     finally:
@@ -31,14 +31,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Write a small file, text as UTF-8, so that it appears as a whole and is on the disk."""
+    """Write a small file, text as UTF-8, so that it appears complete and is on disk."""
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for the lock that a file is, and hold it; the system releases it when the process exits or is killed."""
+    """Wait for a lock file and hold the lock; the system releases it when the process exits or is killed."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,6 @@
-"""Where the public names of `gpipe` and `gpipe_torch` are.
+"""Where the public names of `gpipe` and `gpipe_torch` are defined.
 
-They are imported when first asked for: reading a configuration, or finding that a data set is missing, needs no torch.
+They are imported on first use: reading a configuration, or finding that a data set is missing, needs no torch.
 """
 
 from importlib import import_module  # noqa: TID251 - of the names below

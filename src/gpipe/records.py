@@ -28,7 +28,7 @@ WHEREABOUTS = {
     "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
-# Another place may have other data, or another state to resume from.
+# These may lead to other data, or to another state to resume from.
 _SOURCES = {"data.root", "trainer.resume_from"}
 # These change how fast a training is and which files it leaves, but not the weights.
 _EFFORTS = (WHEREABOUTS - _SOURCES) | {
@@ -41,7 +41,7 @@ RESUMED_MAY_DIFFER = _EFFORTS | {
     "launch.num_replicas",  # whose micro-batches are smaller: other statistics of batch norms, other masks
     "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
     "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
-    "data.tokenizer", "data.vocabulary_size",  # whose content, and what follows from it, is compared
+    "data.tokenizer", "data.vocabulary_size",  # the tokenizer's content is compared instead
     "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.evaluation",
     "trainer.dry_run",
 }  # fmt: skip
@@ -54,7 +54,7 @@ _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
 
 @dataclass(frozen=True)
 class Record:
-    """One run. It has no name of a host, because records are published.
+    """One run. It contains no host name, because records are published.
 
     Attributes:
         kind: "measured", "simulated" or "planned", which never share a column, or "not run", with a reason as result.
@@ -100,7 +100,7 @@ class Record:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Those of the config that its numbers depend on, wherever it runs: what `same_settings` compares."""
+        """The settings that its numbers depend on, wherever it runs: what `same_settings` compares."""
         return without(WHEREABOUTS, self.config)
 
     @property
@@ -110,7 +110,7 @@ class Record:
         return speed
 
 
-# A field of a generic type is checked as far as its container.
+# Of a generic type, only the container is checked.
 _TYPES: dict[str, tuple[type, ...]] = {
     field.name: get_args(field.type) if isinstance(field.type, UnionType) else (get_origin(field.type) or field.type,)
     for field in fields(Record)
@@ -168,9 +168,9 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) -> dict[str, Any]:
-    """Return the processor's model, the number of cores, by default those this process may use, and the GPUs' names.
+    """Return the CPU's model, the number of cores, by default those this process may use, and the GPUs' names.
 
-    With them the widest vector instructions that torch has kernels for: with others, sums differ in their last digits.
+    Also the widest vector instructions that torch has kernels for: with others, sums differ in their last digits.
     """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     instructions = next((name for name in _VECTORS if name in _read_processor("flags").split()), None)
@@ -179,12 +179,12 @@ def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) ->
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed, without importing them."""
-    versions = {name: version for name in names if (version := _version(name)) is not None}
+    versions = {name: version for name in names if (version := _find_version(name)) is not None}
     return {"python": platform.python_version(), **versions}
 
 
-@cache  # each costs the reading of a file, and a run asks at its start and at its end
-def _version(package: str) -> str | None:
+@cache  # each reads a file, and a run asks at its start and at its end
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -215,24 +215,24 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Co
         own: The settings here, as JSON. A setting that one of the two lacks, such as a newer one, is left out.
         may_differ: Keys that are left out too.
     """
-    there, here = _flat(without(may_differ, saved)), _flat(without(may_differ, own))
+    there, here = _flatten(without(may_differ, saved)), _flatten(without(may_differ, own))
     return [
-        f"{key} is {_short(there[key])} there, {_short(value)} here"
+        f"{key} is {_shorten(there[key])} there, {_shorten(value)} here"
         for key, value in here.items()
         if key in there and there[key] != value
     ]
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of all sections under their full keys, such as trainer.evaluation.batch_size."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        found |= _flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value as a user types it on the command line, shortened to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -265,10 +265,10 @@ def write_record(path: Path, record: Record) -> None:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Replace the lines of a .jsonl file by records; otherwise like `write_record`."""
-    _write(path, "".join(_line(record) for record in records))
+    _write(path, "".join(_format_line(record) for record in records))
 
 
-def _line(record: Record) -> str:
+def _format_line(record: Record) -> str:
     return json.dumps(asdict(record), allow_nan=False) + "\n"
 
 
@@ -283,7 +283,7 @@ def append_record(path: Path, record: Record) -> None:
     Raises:
         ValueError: A number is NaN or infinite.
     """
-    line = _line(record)
+    line = _format_line(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(line)
@@ -319,7 +319,7 @@ def _parse(text: str, place: str) -> Record:
         raise ValueError(f"{place}: {error}") from error
 
 
-_GIT_SECONDS = 5.0  # a folder on a network may hang; a run must not, for its commit
+_GIT_SECONDS = 5.0  # a network folder may hang; a run must not hang for its commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -338,7 +338,7 @@ def _cpu_model() -> str:
 
 
 def _read_processor(key: str) -> str:
-    """Return what Linux says of the first core under a key, or nothing."""
+    """Return what Linux reports for the first core under a key, or ""."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

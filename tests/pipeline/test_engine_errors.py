@@ -325,24 +325,24 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         ),
         (
             lambda: build(stages_per_device=2),
-            "stages_per_device is 2, but the schedule gpipe needs 1; set it so, or use another schedule: zb_v needs 2",
+            "stages_per_device is 2, but the schedule gpipe needs 1; change it, or use another schedule: zb_v needs 2",
         ),
         (
             lambda: build(schedule="interleaved_1f1b"),
-            "stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more; set it so, or use another",
+            "stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more; change it, or use another",
         ),
         (
             lambda: build(schedule="interleaved_1f1b", stages_per_device=3),
-            "2 partitions cannot be shared evenly by devices with stages_per_device=3; make them a multiple of",
+            "2 partitions cannot be shared evenly by devices with stages_per_device=3; choose a multiple of",
         ),
         (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one per stage (the same one may appear"),
         (
             lambda: build(layers=nn.ModuleList([Keep(), Keep()])),
-            "layers is of type ModuleList; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers",
+            "layers is of type ModuleList; it must be an nn.Sequential of the model's layers, which gpipe.as_layers",
         ),
         (
             lambda: build(layers=[Keep(), Keep()]),
-            "layers is of type list; it must be an nn.Sequential of the model's layers, such as gpipe.as_layers",
+            "layers is of type list; it must be an nn.Sequential of the model's layers, which gpipe.as_layers",
         ),
         (lambda: build(mesh="cpu"), "mesh is 'cpu'; give what init_device_mesh(device_type, (R, K), mesh_dim_names=("),
         (
@@ -449,7 +449,7 @@ def test_nothing_trains_in_inference_mode() -> None:
     pipeline = build()
     with (
         torch.inference_mode(),
-        pytest.raises(RuntimeError, match=r"^train_step is called within torch\."),
+        pytest.raises(RuntimeError, match=r"^train_step was called within torch\."),
     ):
         pipeline.train_step((torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)))
 

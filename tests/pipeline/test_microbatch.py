@@ -73,7 +73,10 @@ def test_parts_keep_the_memory_format_and_lose_the_history() -> None:
 def test_a_tensor_that_appears_twice_has_its_examples_in_one_dimension() -> None:
     square = torch.zeros(4, 4)
     assert find_batch_size((square, {"again": square}), "inputs") == 4
-    with pytest.raises(ValueError, match=r"^example\['again'\] appears twice, .* in dimension 1 and 0; say the"):
+    with pytest.raises(
+        ValueError,
+        match=r"^example\['again'\] appears twice, with its examples along dimension 1 and along 0; mark both",
+    ):
         split({"x": split_along(square, 1), "again": square}, [2, 2])
 
 

@@ -196,9 +196,9 @@ def test_a_graph_of_another_stage_that_a_loss_has_used_up_is_told_to_travel() ->
 def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
     inputs, targets = torch.randn(4, 3), torch.randn(4, 3)
     pipeline = build(loss=F.mse_loss)
-    with refused("the inputs require gradients, and a training step computes none for them; give inputs without"):
+    with refused("the inputs require gradients, and a training step computes none for them; detach the inputs"):
         pipeline.train_step((inputs.requires_grad_(), targets))
-    with refused("the targets require gradients, and a training step computes none for them; give targets without"):
+    with refused("the targets require gradients, and a training step computes none for them; detach the targets"):
         pipeline.train_step((inputs.detach(), targets.requires_grad_()))
     pipeline.evaluate(inputs)
     assert pipeline.train_step((inputs.detach(), targets.detach())).step == 0
@@ -207,7 +207,7 @@ def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
 def test_outputs_without_the_examples_first_are_refused_in_an_evaluation() -> None:
     pipeline = build(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), Turned()))
     with refused(
-        "an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need the examples in dimension 0 to"
+        "an output has the shape (5, 2) for a micro-batch of 2 examples; outputs are concatenated along dimension"
     ):
         pipeline.evaluate(batch()[0])
 
@@ -217,7 +217,7 @@ def test_outputs_without_the_examples_first_are_refused_before_anything_has_move
     pipeline = build(
         gpipe.convert_batch_norm(nn.Sequential(norm, nn.Linear(3, 5), Turned())), loss=lambda y, _: y.sum()
     )
-    with refused("an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need"):
+    with refused("an output has the shape (5, 2) for a micro-batch of 2 examples; outputs are"):
         pipeline.train_step(batch(), return_outputs=True)
     assert pipeline.step == 0 and norm.num_batches_tracked == 0 and not norm.running_mean.any()
 
@@ -272,7 +272,7 @@ def test_gradients_that_depend_on_how_often_a_token_occurs_are_refused(kind: typ
     ):
         build(nn.Sequential(kind(7, 3, scale_grad_by_freq=True), nn.Linear(3, 3)))
     build(nn.Sequential(kind(7, 3, max_norm=1.0), nn.Linear(3, 3)))
-    with refused("layers.0 has max_norm=1.0, but each of 2 replicas would scale other rows, so their weights would"):
+    with refused("layers.0 has max_norm=1.0, but each of 2 replicas would scale different rows, so their weights"):
         refuse_embeddings(nn.Sequential(kind(7, 3, max_norm=1.0)), 2, [])
     tied = nn.Sequential(kind(7, 3, max_norm=1.0), nn.Linear(3, 7, bias=False))
     tied[1].weight = tied[0].weight
@@ -361,10 +361,10 @@ def test_a_complex_loss_is_refused() -> None:
 def test_a_norm_to_clip_at_is_not_negative(max_norm: float) -> None:
     pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4)), F.mse_loss, [1], 2)
     batch = torch.ones(4, 4), torch.ones(4, 4)
-    with pytest.raises(ValueError, match=rf"^the largest norm of the gradients is {max_norm}; it must be"):
+    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm}; it must be"):
         pipeline.train_step(batch, max_gradient_norm=max_norm)
     pipeline.train_step(batch)
-    with pytest.raises(ValueError, match=rf"^the largest norm of the gradients is {max_norm}; it must be"):
+    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm}; it must be"):
         pipeline.clip_gradients(max_norm)
 
 
@@ -388,7 +388,7 @@ def test_the_scaler_is_ours() -> None:
 def test_a_scaler_needs_gradients_of_more_than_float16() -> None:
     half = nn.Linear(3, 3).half()
     pipeline = build(nn.Sequential(Cast(torch.float16), half, Cast(torch.float32), nn.Linear(3, 3)))
-    with refused("the gradient of layers.1.weight is of torch.float16, where what a scaler keeps of it vanishes"):
+    with refused("the gradient of layers.1.weight is in torch.float16, where what the scaler saves vanishes"):
         pipeline.train_step(batch(), scaler=gpipe.GradientScaler())
     half.requires_grad_(False)
     assert pipeline.train_step(batch(), scaler=gpipe.GradientScaler()).loss > 0

@@ -330,7 +330,7 @@ def test_stages_take_turns_in_one_process() -> None:
         # Each waits for the other.
         (
             [tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)],
-            "on device 0, backward for stage 0, micro-batch 0, needs backward for stage 1, micro-batch 0: let",
+            "on device 0, backward for stage 0, micro-batch 0, needs backward for stage 1, micro-batch 0: schedule",
         ),
     ],
 )
@@ -342,10 +342,10 @@ def test_a_schedule_that_cannot_proceed_is_refused(schedule: StepSchedule, task:
 @pytest.mark.parametrize(
     ("name", "num_stages", "stages_per_device", "message"),
     [
-        ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe needs 1; set it so, or use another"),
-        ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b needs 1; set it so"),
+        ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe needs 1; change it, or use another"),
+        ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b needs 1; change it, or use"),
         ("interleaved_1f1b", 4, 1, r"^stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more;"),
-        ("zb_v", 4, 1, r"^stages_per_device is 1, but the schedule zb_v needs 2; set it so"),
+        ("zb_v", 4, 1, r"^stages_per_device is 1, but the schedule zb_v needs 2; change it, or use"),
         ("zb_v", 5, 2, r"^5 partitions cannot be shared evenly"),
         ("interleaved_1f1b", 5, 2, r"^5 partitions cannot be shared evenly by devices with stages_per_device=2;"),
     ],

@@ -36,7 +36,7 @@ def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape:
         if tasks[position].kind is Kind.RECOMPUTE and change is list.pop:
             continue  # a mode of its own
         change(tasks, position)
-        with pytest.raises(ValueError, match=r"^the schedule has .* it must be forward, perhaps recompute, and back"):
+        with pytest.raises(ValueError, match=r"^the schedule has .* it must be forward, optionally recompute, and"):
             check_schedule(schedule, shape.num_stages, shape.num_microbatches, shape.stages_per_device)
 
 
@@ -46,7 +46,7 @@ def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape:
         ([tasks("F0 B0 F1 B1", 0)], r"^the schedule has the tasks of 1 devices; 2 were expected$"),
         (
             [[*tasks("F0 B0", 1), *tasks("F0 B0", 0)], tasks("F0 B0", 1)],
-            r"has a forward of stage 1, micro-batch 0 on device 1; each stage of 2 belongs to one device",
+            r"has a forward of stage 1, micro-batch 0 on device 1; each of the 2 stages belongs to one device",
         ),
         (
             [tasks("F0 I0 F1 I1", 0), tasks("F0 I0 F1 I1", 1)],
@@ -56,7 +56,7 @@ def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape:
             [tasks("F0 I0 F1 I1 W1 W0", 0), tasks("F0 I0 F1 I1 W0 W1", 1)],
             r"weight gradients of stage 0 in the order of micro-batches \[1, 0\], and .* \[0, 1\]; they",
         ),
-        ([tasks("F0 I0 W0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"forwards and backwards of stage 0 .* splits other"),
+        ([tasks("F0 I0 W0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"forwards and backwards of stage 0 .* splits diff"),
         ([[*tasks("F0 B0 F1 B1", 0), *tasks("", 1)], []], r"has nothing for stage 1, micro-batch 0"),
         ([tasks("F0 B0 F2 B2", 0), tasks("F0 B0", 1)], r"has a forward of stage 0, micro-batch 2 on device 0; .* 1$"),
         ([tasks("B0 F0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"has backward, forward for stage 0, micro-batch 0;"),

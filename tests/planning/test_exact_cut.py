@@ -187,7 +187,10 @@ def test_a_wrong_argument_is_refused_in_one_sentence(
             [600] * 5,
             1000,
             4,
-            f"A memory limit of 1,000 bytes per partition needs at least 5 partitions, 4 were asked for; {RAISE}",
+            (
+                "A memory limit of 1,000 bytes per partition needs at least 5 partitions, but num_partitions is 4; "
+                f"{RAISE}"
+            ),
         ),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_layer_that_looks_at_values_is_named() -> None:
 @both
 def test_a_module_that_is_no_sequence_is_refused(analysis: Analysis) -> None:
     with pytest.raises(
-        TypeError, match=r"^layers is of type Linear; it must be an nn\.Sequential .*, such as gpipe\.as_"
+        TypeError, match=r"^layers is of type Linear; it must be an nn\.Sequential .*, which gpipe\.as_"
     ):
         analysis(nn.Linear(3, 3), torch.zeros(2, 3))  # type: ignore[arg-type]
 

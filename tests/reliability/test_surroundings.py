@@ -64,7 +64,7 @@ def test_a_folder_that_is_removed_is_named_and_does_not_come_back(begin: Callabl
     run.rename(session.folder / "aside")
     shutil.rmtree(session.folder / "aside")
     assert session.status() == 1
-    assert "was removed or renamed while the run went on: start the same command again" in session.said()
+    assert "was removed or renamed during the run: start the same command again" in session.said()
     assert not run.exists()
 
 

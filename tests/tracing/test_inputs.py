@@ -31,7 +31,7 @@ def test_inputs_that_are_nested_in_another_way_than_the_example_are_refused(
     example: Any, inputs: Any, said: str
 ) -> None:
     layers = gpipe.as_layers(nn.Sequential(nn.Linear(3, 3)), example)
-    with pytest.raises(ValueError, match=rf"^the model's input is {said}; give it so$"):
+    with pytest.raises(ValueError, match=rf"^the model's input is {said}; give it like the example$"):
         layers(inputs)
 
 
@@ -62,15 +62,20 @@ X = torch.ones(2, 3)
             Masked,
             {"x": X},
             {"x": X, "mask": X},
-            "the model's input is a dict of x, mask, but .* a dict of x; give it so",
+            "the model's input is a dict of x, mask, but .* a dict of x; give it like the example",
         ),
-        (Open, {"x": X}, {"x": X, "mask": X}, "the model's input is a dict of x, mask, but .* a dict of x; give it so"),
-        (Masked, (X, None), (X, X), "input 1 is one value, but the example was None; give it so"),
+        (
+            Open,
+            {"x": X},
+            {"x": X, "mask": X},
+            "the model's input is a dict of x, mask, but .* a dict of x; give it like the example",
+        ),
+        (Masked, (X, None), (X, X), "input 1 is one value, but the example was None; give it like the example"),
         (
             Masked,
             {"x": X, "mask": X},
             {"x": X, "mask": None},
-            "mask is None, but the example was one value; give it so",
+            "mask is None, but the example was one value; give it like the example",
         ),
         (
             Masked,
@@ -112,7 +117,9 @@ def test_entries_of_a_nested_dict_may_stay_and_be_named_by_anything() -> None:
     model, x = Nested(), torch.randn(5, 3)
     layers = gpipe.as_layers(model, ({"x": X},))
     assert torch.equal(layers(({"x": x, "label": X},)), model({"x": x}))
-    with pytest.raises(ValueError, match=r"^input 0 is a dict of y, but the example was a dict of x; give it so$"):
+    with pytest.raises(
+        ValueError, match=r"^input 0 is a dict of y, but the example was a dict of x; give it like the example$"
+    ):
         layers(({"y": x},))
     assert torch.equal(gpipe.as_layers(model, ({Level.LOW: X},))(({Level.LOW: x},)), model({Level.LOW: x}))
 
@@ -227,8 +234,8 @@ def test_a_transformer_of_torch_takes_texts_of_any_length() -> None:
 @pytest.mark.parametrize(("part", "said"), [(np.zeros(3), "a value of type ndarray"), (2, "2"), ("a", "'a'")])
 def test_an_example_of_something_else_than_tensors_is_refused_whole(part: Any, said: str) -> None:
     message = (
-        f"the example has {said}, and layers take tensors and None; give torch.as_tensor of an array, and make a "
-        "number or a name a part of the model"
+        f"the example has {said}, and layers take only tensors and None; convert arrays with torch.as_tensor, and make "
+        "numbers and names part of the model"
     )
     with pytest.raises(TracingError, match=f"^{message}$"):
         gpipe.as_layers(nn.Linear(3, 3), (torch.zeros(2, 3), part))
@@ -278,7 +285,7 @@ def test_a_part_of_an_example_is_a_tensor_or_none() -> None:
     model, x = Optional(), torch.randn(5, 4)
     layers = gpipe.as_layers(model, (x[:2], None))
     assert torch.equal(layers((x, None)), model(x, None))
-    with pytest.raises(TracingError, match=r"the example has 3.0, and layers take tensors and None"):
+    with pytest.raises(TracingError, match=r"the example has 3.0, and layers take only tensors and None"):
         gpipe.as_layers(model, (x, 3.0))
 
 

@@ -53,7 +53,7 @@ def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> N
     name = {"attribute": "last", "buffer": "seen"}[what]
     with pytest.raises(
         TracingError,
-        match=rf"test_kept_state\.py, line \d+: puts a tensor into its attribute or buffer {name}, which a layer",
+        match=rf"test_kept_state\.py, line \d+: stores a tensor in its attribute or buffer {name}, which a layer",
     ):
         gpipe.as_layers(Remembers(what), torch.zeros(2, 3))
     model = nn.Sequential(Remembers(what), nn.Linear(3, 3))
@@ -94,7 +94,7 @@ def test_what_keeps_what_it_computed_in_a_nest_is_one_operation_or_refused(
 ) -> None:
     model, before = Keeps(attribute, keep), copy.deepcopy(attribute)
     with pytest.raises(
-        TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a layer"
+        TracingError, match=r"py, line \d+: stores a tensor in its attribute or buffer kept, which a layer"
     ):
         gpipe.as_layers(model, torch.zeros(2, 3))
     layers = gpipe.as_layers(nn.Sequential(model, nn.Linear(3, 3)), torch.zeros(2, 3))
@@ -123,7 +123,7 @@ class Mixture(nn.Module):
 def test_a_list_that_submodules_share_is_seen_where_it_is_used_up_and_refused_where_something_is_left() -> None:
     model, x = Mixture(uses=True), torch.randn(5, 3)
     assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
-    with pytest.raises(TracingError, match=r"py, line \d+: puts a tensor into its attribute or buffer kept, which a"):
+    with pytest.raises(TracingError, match=r"py, line \d+: stores a tensor in its attribute or buffer kept, which a"):
         gpipe.as_layers(Mixture(uses=False), x)
 
 
@@ -309,12 +309,18 @@ def set_data(self: Any, x: Tensor) -> Tensor:
         (call_with_others, r"TypeError: Proxy\(mul\) is not an instance of torch.Tensor, for 3 examples"),
         (
             lambda self, x: self.b._parameters["bias"].exp() * x,
-            r"computes with a weight past its name and parameters\(\), which",
+            r"computes with a weight reached neither by name nor by parameters\(\), which",
         ),
         (lambda self, x: self.b.bias.detach().add_(1) * x, "changes a parameter in place, of which several layers may"),
-        (set_data, "sets data of a tensor, which its layers would not"),
-        (lambda _, x: x * (2 if x.data_ptr() else 1), "asks for data_ptr of a tensor, which depends on who runs it"),
-        (lambda _, x: x.register_hook(print), "asks for register_hook of a tensor, which depends on who runs it"),
+        (set_data, "sets data of a tensor, which its layers would not do"),
+        (
+            lambda _, x: x * (2 if x.data_ptr() else 1),
+            "asks for data_ptr of a tensor, which depends on how",
+        ),
+        (
+            lambda _, x: x.register_hook(print),
+            "asks for register_hook of a tensor, which depends on how the model",
+        ),
     ],
 )
 def test_code_that_reaches_past_operations_is_refused_with_its_line(

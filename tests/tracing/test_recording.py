@@ -50,7 +50,7 @@ def test_random_numbers_that_no_input_enters_are_drawn_anew_each_time() -> None:
         assert torch.equal(layers(x), expected)
     with pytest.raises(
         TracingError,
-        match=r"test_recording\.py, line \d+: draws random numbers that no input enters, which would be the sam",
+        match=r"test_recording\.py, line \d+: draws random numbers without using an input, which would be the sam",
     ):
         gpipe.as_layers(Noise(), torch.zeros(2, 3))
 

@@ -49,7 +49,7 @@ class Inner(nn.Module):
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("numbers", "decides by the numbers of a tensor"), ("training", r"decides by self\.training")],
+    [("numbers", "decides by the values of a tensor"), ("training", r"decides by self\.training")],
 )
 def test_a_model_that_decides_while_it_runs_is_refused_with_the_line(where: str, said: str) -> None:
     pattern = rf"^Decides cannot be cut into layers: .*test_whole\.py, line \d+: {said}; name the submodule .*$"
@@ -118,18 +118,18 @@ class Catching(Parts):
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (lambda _, x: x * float(x.detach().mean()), "uses the number of a tensor as an integer"),
-        (lambda _, x: x * x.mean().item(), r"uses the number of a tensor, as by item\(\)"),
+        (lambda _, x: x * float(x.detach().mean()), "uses the value of a tensor as an integer"),
+        (lambda _, x: x * x.mean().item(), r"uses the value of a tensor, as item\(\) does"),
         (
             lambda _, x: x * torch.tensor([x.detach().mean()]),
-            r"takes a tensor's number out of it, as torch\.tensor\(\[x\]\) does",
+            r"takes the value out of a tensor, as torch\.tensor\(\[x\]\) does",
         ),
-        (lambda _, x: x * torch.as_tensor([x.detach()[0, 0], 1.0])[0], "takes a tensor's number out of it, as .* does"),
-        (lambda _, x: x * 2 if x.max() > 0 else x, "decides by the numbers of a tensor"),
-        (lambda _, x: x[x > 0].sum() * x, r"makes a tensor whose size follows numbers, as x\[x > 0\] does"),
+        (lambda _, x: x * torch.as_tensor([x.detach()[0, 0], 1.0])[0], "takes the value out of a tensor, as .* does"),
+        (lambda _, x: x * 2 if x.max() > 0 else x, "decides by the values of a tensor"),
+        (lambda _, x: x[x > 0].sum() * x, r"makes a tensor whose size depends on values, as x\[x > 0\] does"),
         (
             lambda _, x: x * 2 if x.requires_grad else x,
-            "asks for requires_grad of a tensor, which depends on who runs it",
+            "asks for requires_grad of a tensor, which depends on how the model is run",
         ),
         (
             lambda _, x: Negated.apply(x),
@@ -176,34 +176,40 @@ class Failing(nn.Module):
         ),
         (
             lambda _, x: x + random.random(),
-            "draws random numbers that no input enters, .*; name the submodule in which",
+            "draws random numbers without using an input, .*; name the submodule in which",
         ),
-        (lambda _, x: x + torch.randn(4), "draws random numbers that no input enters, .*; name the submodule in which"),
+        (
+            lambda _, x: x + torch.randn(4),
+            "draws random numbers without using an input, .*; name the submodule in which",
+        ),
         (
             lambda self, x: setattr(self, "kept", x) or x,
-            "puts a tensor into its attribute or buffer kept, which a layer",
+            "stores a tensor in its attribute or buffer kept, which a layer",
         ),
         (
             lambda _, x: x + torch.arange(len(x))[:, None] % 8,
-            "uses a tensor that it made itself, with other values for",
+            "uses a tensor that it made itself, whose values depend on",
         ),
-        (lambda _, x: torch.eye(len(x)) @ x, "uses a tensor that it made itself, with other values for each"),
+        (lambda _, x: torch.eye(len(x)) @ x, "uses a tensor that it made itself, whose values depend on the ex"),
         (
             lambda _, x: x * (torch.ones(len(x), 1) / len(x)),
-            "uses a tensor .*, with other values for each .* number of",
+            "uses a tensor .*, whose values depend on .* number of",
         ),
-        (lambda _, x: torch.full((len(x),) * 2, 1 / len(x)) @ x, "uses a tensor .*, with other values for each .* num"),
-        (lambda _, x: x / torch.ones(len(x), len(x)).sum(1, keepdim=True), "uses a tensor .*, with other values for"),
+        (lambda _, x: torch.full((len(x),) * 2, 1 / len(x)) @ x, "uses a tensor .*, whose values depend on .* num"),
+        (lambda _, x: x / torch.ones(len(x), len(x)).sum(1, keepdim=True), "uses a tensor .*, whose values depend on"),
         (
             lambda _, x: x * len(x) ** 2,
-            r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow",
+            r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which is not linear in",
         ),
-        (lambda _, x: torch.from_dlpack(x), "asks for __dlpack__ of a tensor, which is not there yet; name"),
+        (lambda _, x: torch.from_dlpack(x), "asks for __dlpack__ of a tensor, which does not exist yet; name"),
         (
             lambda _, x: torch.cat([x] * len(x)),
             "takes as many parts as there are examples; name the submodule in which",
         ),
-        (lambda _, x: x.relu() if len(x) % 2 else x, "runs other operations for another number of examples; name"),
+        (
+            lambda _, x: x.relu() if len(x) % 2 else x,
+            "runs different operations for a different number of examples",
+        ),
     ],
 )
 def test_what_no_layer_can_do_is_refused_with_its_line(
@@ -250,9 +256,9 @@ def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
         (
             ["0.iner"],
             ValueError,
-            "leaves has '0.iner', but no submodule of Sequential is called so; .*, such as 0.inner",
+            "leaves has '0.iner', but no submodule of Sequential has that name; .*, such as 0.inner",
         ),
-        (["x"], ValueError, "leaves has 'x', but no submodule of Sequential is called so; .*, or types of submodules"),
+        (["x"], ValueError, "leaves has 'x', but no submodule of Sequential has that name; .*, or types of submodules"),
         (
             [nn.LSTM],
             ValueError,

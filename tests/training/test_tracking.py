@@ -85,9 +85,7 @@ def test_a_folder_that_is_removed_under_its_run_is_named(tmp_path: Path) -> None
     with Tracker(tmp_path / "run", mode="disabled") as tracker:
         tracker.log({"step": 1})
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(
-            ValueError, match=r"^the run's folder .*/run was removed or renamed while the run went on: sta"
-        ):
+        with pytest.raises(ValueError, match=r"^the run's folder .*/run was removed or renamed during the run: sta"):
             tracker.log({"step": 2})
     assert not (tmp_path / "run").exists()
 
@@ -98,7 +96,7 @@ def test_nothing_is_written_into_another_runs_folder_of_the_same_name(tmp_path: 
         (tmp_path / "run").rename(tmp_path / "aside")
         with Tracker(tmp_path / "run", mode="disabled") as second:
             second.log({"step": 9})
-        with pytest.raises(ValueError, match=r"^the run's folder .*/run was removed or renamed while the run went on"):
+        with pytest.raises(ValueError, match=r"^the run's folder .*/run was removed or renamed during the run"):
             first.log({"step": 2})
     assert read_lines(tmp_path / "run") == [{"step": 9}]
     assert read_lines(tmp_path / "aside") == [{"step": 1}]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# What all batch norms are, and all norms that wait for their first input.
+# The base classes of all batch norms, and of all norms that wait for their first input.
 AnyBatchNorm = batchnorm._BatchNorm  # noqa: TID251
 LazyNorm = batchnorm._LazyNormBase  # noqa: TID251
 
@@ -59,7 +59,7 @@ def _batch_norm(
 def noting_averages() -> Iterator[list[Tensor | None]]:
     """Collect the moving averages that `F.batch_norm` writes in the body, on this thread.
 
-    Their versions stay what they were, and torch tells nobody. So what `F.batch_norm` calls is replaced meanwhile.
+    Their versions do not change, and torch has no hook for them. So what `F.batch_norm` calls is replaced meanwhile.
     """
     found: list[Tensor | None] = []
     with _lock:
@@ -84,32 +84,32 @@ def run_backward(
 ) -> None:
     """Run a backward as `torch.autograd.backward` does, from gradients that fit their roots.
 
-    That compares their shapes first, in Python, for a twelfth of the time that the engine takes for a micro-batch on a
-    stage of one small layer. Where there is no gradient, of a scalar, it makes one.
+    Torch's function first compares their shapes in Python, which takes a twelfth of a micro-batch's time on a stage of
+    one small layer. It is called only where a scalar has no gradient yet: it makes one.
 
     Args:
         roots: where it starts.
         gradients: of the roots.
-        inputs: the leaves that get gradients, at least one; None are all.
+        inputs: the leaves that get gradients, at least one; None: all.
     """
     if any(gradient is None for gradient in gradients):
         torch.autograd.backward(roots, gradients, inputs=inputs)
         return
     assert inputs is None or inputs, "none at all would mean all"
-    # The graph is not kept, and gets none of its own; inputs may be out of reach; gradients are added up.
+    # Do not keep the graph, nor make one of the backward; allow inputs that are not reached; add up gradients.
     _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(inputs or ()), True, True)
 
 
 def apply_function(function: type[Function], *arguments: Any) -> Any:
-    """Apply a function of autograd, outside of torch.func's transforms; torch's own `apply` looks for those first."""
+    """Apply an autograd function, outside torch.func's transforms, for which torch's own `apply` checks first."""
     return super(Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def open_store() -> Store:
-    """Return the job's key-value store, with keys of its own for each pipeline that the job makes.
+    """Return the job's key-value store, with separate keys for each pipeline that the job makes.
 
-    Torch offers the store that a job was started with under a private name only; a second one would need a port. It
-    has a connection of its own: while a group is made, torch waits for others in the default one.
+    Torch offers the store that a job was started with under a private name only; a second store would need a port. The
+    clone has its own connection: while a group is made, torch waits for others in the default one.
     """
     store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # the stub lacks it
     number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
@@ -117,17 +117,17 @@ def open_store() -> Store:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the time-out of a group that exists, for which torch has no public function.
+    """Change the time-out of an existing group, for which torch has no public function.
 
-    A group is made with a short time-out, so that a process that never comes is noticed, and used with a long one.
+    A group is made with a short time-out, so that a missing process is noticed, and used with a long one.
     """
     _set_pg_timeout(timeout, group)
 
 
 def surround_collectives(module: FSDPModule, surrounding: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run each collective of a module that fully_shard has changed in a context of its own.
+    """Run each collective of a module that fully_shard has changed within a context.
 
-    Torch lets others replace the collectives, but its own ones, which are called here, have private names.
+    Torch lets users replace the collectives, but its own, which are called here, have private names.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter  # noqa: TID251
 
@@ -155,23 +155,23 @@ class TooManyVariants(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"this layer has been compiled in {_MOST_VARIANTS} variants, the limit, and another one is needed: give "
-            "its inputs fewer shapes, keep its attributes (such as the rate of drop-path) from step to step, or "
+            f"this layer has been compiled in {_MOST_VARIANTS} variants, the limit, and needs another one: give its "
+            "inputs fewer shapes, do not change its attributes (such as the rate of drop-path) from step to step, or "
             "do not compile (trainer.compile=false)"
         )
 
 
 @contextmanager
 def noting_compilation(note: Callable[[bool], None]) -> Iterator[None]:
-    """Call `note(True)` where torch.compile begins to compile in the body, and `note(False)` where it has finished.
+    """Call `note(True)` when torch.compile begins to compile in the body, and `note(False)` when it has finished.
 
-    Only torch's own tools are told of that. What is compiled here has further settings, which no argument offers:
+    Torch has no public callback for that. Compilation here also has settings that no argument offers:
 
     - A layer's backward is compiled together with its forward, not within the first backward.
-    - Random numbers are those of the layer as it is. Inductor's own depend on the graph that it makes of the layer, and
-      a forward without a graph, its recomputation and a layer that is not compiled would have different masks.
-    - A layer that needs too many variants is an error (`TooManyVariants`). Torch would run it uncompiled from then on,
-      without a word that anybody sees.
+    - Random numbers are those of the plain layer. Inductor's own depend on the graph that it makes of the layer, so a
+      forward without a graph, its recomputation and an uncompiled layer would have different masks.
+    - A layer that needs too many variants is an error (`TooManyVariants`). Torch would silently run it uncompiled from
+      then on.
     """
     from torch._dynamo import config as dynamo  # noqa: TID251 - loads torch.compile's machinery
     from torch._dynamo.callback import CallbackArgs, callback_handler  # noqa: TID251

@@ -1,4 +1,4 @@
-"""torch.autocast around a training step: each weight is converted once, and backward runs outside of it."""
+"""torch.autocast around a training step: each weight is converted once, and backward runs outside it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpipe.pipeline.nothing import NOTHING
 
 @contextmanager
 def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
-    """Let autocast convert each weight once in the body, where it asks autocast to keep what it has converted.
+    """Let autocast convert each weight once in the body, if its cache is enabled.
 
-    What was converted before may be older than the last update. All micro-batches' graphs then share one copy, whose
-    gradients become float32 before they are added up: the bits are those of a copy per micro-batch.
+    The cache is cleared first: its copies may be older than the last update. All micro-batches' graphs then share one
+    copy, whose gradients become float32 before they are added up: the bits are those of a copy per micro-batch.
 
-    is_kept: False converts at each use, as for weights that are there only while a layer runs.
+    is_kept: False converts at each use, for weights that exist only while a layer runs.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -31,5 +31,5 @@ def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Run backward outside of autocast, as torch asks for: its operations remember the types of the forward."""
+    """Run backward outside autocast, as torch requires: its operations remember the types of the forward."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING

@@ -21,12 +21,12 @@ from gpipe.pipeline._compat import AnyBatchNorm, LazyNorm
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
 
-# _REPEAT: a checkpoint inside of a layer runs a part of it again in the backward of a forward that kept its graph, and
-# must save the same tensors as the forward did.
+# _REPEAT: in the backward of a forward that kept its graph, a checkpoint inside a layer runs part of it again. It must
+# save the same tensors as the forward did.
 _OUTSIDE, _FORWARD, _RECOMPUTE, _REPEAT = "outside", "forward", "recompute", "repeat"
 _phase = _OUTSIDE
 _synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose statistics are those of all replicas
-_phases: dict[int, str] = {}  # of each GPU, while these have launching threads; autograd's own threads know the GPU too
+_phases: dict[int, str] = {}  # per GPU, while each has a launching thread; autograd's threads set the current GPU too
 
 
 class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
@@ -35,7 +35,7 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     Args:
         norms: those that may run inside.
         recompute: whether the micro-batch was seen before.
-        of_forward: whether the forward kept its graph, so that only checkpoints inside of layers run again.
+        of_forward: whether the forward kept its graph, so that only checkpoints inside layers run again.
         synchronized: normalises by the statistics over all replicas; None: by those of this one.
     """
 
@@ -67,7 +67,7 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
 
 @contextmanager
 def phase_per_gpu(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Let each of some GPUs have a phase of its own in the body, which several threads may then set."""
+    """Give each GPU a phase of its own in the body, so that one thread per GPU may set it."""
     _phases.update((device.index, _OUTSIDE) for device in devices)
     try:
         yield
@@ -88,9 +88,9 @@ def _set_phase(phase: str, synchronized: SynchronizedMicroBatch | None) -> None:
 
 
 def is_recomputing() -> bool:
-    """Return whether a layer runs again on a micro-batch that it has seen in this training step.
+    """Return whether a layer runs again on a micro-batch that it has already seen in this training step.
 
-    For layers that count or remember something outside of their buffers, which must happen once.
+    For layers that count or remember something outside their buffers, which must happen only once.
     """
     return _find_phase() in (_RECOMPUTE, _REPEAT)
 
@@ -98,15 +98,15 @@ def is_recomputing() -> bool:
 class MicroBatchNorm(AnyBatchNorm):
     """What `convert_batch_norm` adds to a batch norm.
 
-    Outside of a pipeline's training step it is the layer that it was. Inside, it normalises each micro-batch by its own
+    Outside a pipeline's training step it behaves as before. Inside, it normalises each micro-batch by its own
     statistics, or by those over all replicas, and leaves the moving averages alone. `moving_statistics.commit` moves
     them once, to what one update of the plain layer on the concatenation of all its inputs would give.
     """
 
     # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
-    # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
+    # micro-batches `fresh` is empty: a compiled forward always finds the same, and is compiled once.
     # Both are flat: statistics, count, statistics, count, ... Statistics are one tensor, [mean, variance]: each object
-    # that lives until the step's end brings Python's garbage collector nearer, and its pauses hold up all stages.
+    # that lives until the end of the step brings the next garbage collection nearer, and its pause holds up all stages.
     fresh: tuple[Any, ...] = ()  # of the micro-batch under way
     seen: tuple[Any, ...] = ()  # of the step's micro-batches before it
     is_torchs_own = False  # whether the class that was converted is one of torch's own
@@ -133,11 +133,11 @@ class MicroBatchNorm(AnyBatchNorm):
             unchanged: Tensor = super().forward(input, *args, **kwargs)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
-        # unbiased variance: no second pass over the input. A recomputation needs neither; but without weights, their
-        # type alone tells torch in which one to compute.
+        # unbiased variance: no second pass over the input. A recomputation needs neither, except where there are no
+        # weights: then only the buffers' type tells torch in which precision to compute.
         statistics, mean, variance = None, None, None
         weight, bias = (
-            (self.weight, self.bias)  # which may be computed
+            (self.weight, self.bias)  # perhaps computed
             if "parametrizations" in self._modules
             else (parameters["weight"], parameters["bias"])
         )
@@ -173,14 +173,14 @@ class MicroBatchNorm(AnyBatchNorm):
 def convert_batch_norm(module: nn.Module) -> nn.Module:
     """Convert every batch norm below (or at) `module`, in place; names, weights and state_dict stay the same.
 
-    Works on nn.BatchNorm1d, 2d, 3d and on subclasses of them, such as timm's BatchNormAct2d; not on those that look at
-    their moving averages in training, such as batch renormalisation, which find others in a step.
+    Works on nn.BatchNorm1d, 2d, 3d and on subclasses of them, such as timm's BatchNormAct2d; not on those that read
+    their moving averages in training, such as batch renormalisation: within a step they would read other values.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: one is lazy, and does not know its size yet.
+        ValueError: a batch norm is lazy and does not know its size yet.
     """
     for name, child in module.named_modules():
         if isinstance(child, LazyNorm):
@@ -209,7 +209,7 @@ def _unpickle(plain: type[AnyBatchNorm]) -> AnyBatchNorm:
 
 
 def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
-    """Return the converted batch norms below the modules, each once, in their order."""
+    """Return the converted batch norms below the modules, each once, in order."""
     found = {id(child): child for module in modules for child in module.modules() if isinstance(child, MicroBatchNorm)}
     return list(found.values())
 

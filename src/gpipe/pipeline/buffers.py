@@ -1,9 +1,9 @@
-"""The buffers of layers, such as moving averages: each forward of a micro-batch moves them, nothing else does.
+"""The buffers of layers, such as moving averages: only the forward of a micro-batch changes them.
 
-    forward of each micro-batch      starts where the one before ended; what it changes is copied before
-    recomputation, inner checkpoint  starts where the forward of its micro-batch started, and leaves nothing behind
+    forward of each micro-batch      starts where the one before ended; what it changes is copied first
+    recomputation, inner checkpoint  starts where the forward of its micro-batch started, and changes nothing for good
 
-Batch norms have their own way, in `batch_norm.py`.
+Batch norms are handled in `batch_norm.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BufferPlace: TypeAlias = tuple[int, str]
 """Where a buffer is: the identity of its module, and its name there."""
 
 BufferCopies: TypeAlias = dict[BufferPlace, Tensor | None]
-"""Copies of buffers; None where there was none."""
+"""Copies of buffers; None where there was no buffer."""
 
 
 _NO_COPIES: AbstractContextManager[BufferCopies] = nullcontext({})
@@ -35,37 +35,37 @@ _NO_COPIES: AbstractContextManager[BufferCopies] = nullcontext({})
 class Buffers:
     """The buffers of some layers, by their index in the model, except those of converted batch norms.
 
-    In the first micro-batch of a step all are copied, to see which ones a forward changes. In the others only those
-    are: constants, such as masks, cost nothing.
+    In the first micro-batch of a step all are copied, to see which ones a forward changes. Later only those are:
+    constants, such as masks, cost nothing.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
         self._layers, self._shared = layers, shared
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
-        self._watched: dict[int, nn.Module] = {}  # those that may make some: all, in the first forward ever
+        self._watched: dict[int, nn.Module] = {}  # those that may create buffers: all, in the first forward ever
         self._places: list[BufferPlace] = []
-        self._made: list[BufferPlace] = []  # of those that the step's first forward has made
+        self._made: list[BufferPlace] = []  # of the buffers that the step's first forward has created
         self._moving: Iterable[BufferPlace] | None = (
             None  # those that forwards change; None before a step's first forward
         )
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
         self._start: BufferCopies = {}
         self._memory: set[int] = set()
-        self._changed: set[int] = set()  # the modules, by identity, that have ever changed one
+        self._changed: set[int] = set()  # the modules, by identity, that have ever changed a buffer
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
-        """Begin a training step with the buffers of all modules of the layers, which may have got others."""
+        """Begin a training step with the buffers that all modules of the layers have now."""
         self._moving, self._start, self._made = None, {}, []
         modules = list(modules)
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
-        # Lazy ones make what they have announced.
+        # Lazy modules fill in buffers that they already list.
         watched = [*self._modules.values(), *(m for m in modules if self._silent is None and not m._buffers)]
         self._watched = {id(module): module for module in watched if not isinstance(module, LazyModuleMixin)}
         self.find_memory(self._modules.values())
 
     def find_memory(self, modules: Iterable[nn.Module]) -> None:
-        """Note where the buffers of the modules that will run lie; of converted batch norms no layer hands one on."""
+        """Note where the buffers of the modules that will run lie; converted batch norms never return one."""
         own = (m._buffers.values() for m in modules if m._buffers and not isinstance(m, MicroBatchNorm))
         self._memory = {place for of_one in own for buffer in of_one if (place := _find_place(buffer)) is not None}
 
@@ -77,13 +77,13 @@ class Buffers:
         return payload.replace(tensors)
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
-        """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
+        """Let a forward in the body change buffers; give what it found in them, complete once the body has ended.
 
-        After an error in the body they are as they were.
+        After an error in the body they are restored.
 
         Raises:
-            ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
-                before: the forward cannot be repeated, as a recomputation has to.
+            ValueError: a buffer changed that did not change in the step's first micro-batch. Its earlier value is
+                unknown, so the forward cannot be recomputed.
         """
         is_needed = self._places or self._made or self._silent is None
         return self._moved(for_recomputation=for_recomputation) if is_needed else _NO_COPIES
@@ -109,7 +109,7 @@ class Buffers:
             or (written and _find_place(buffer) in written)
         }
         if is_first:
-            if self._silent is None:  # compared once: on a GPU it takes a wait per buffer
+            if self._silent is None:  # compared only once: on a GPU it waits once per buffer
                 current = self._current(snapshot.keys() - changed)
                 self._silent = {p for p, buffer in current.items() if not _are_equal(buffer, snapshot[p])}
             for place in snapshot.keys() - changed - self._silent:
@@ -121,7 +121,7 @@ class Buffers:
                 self._restore(snapshot)
                 raise ValueError(
                     f"a forward changed the buffer {shared[0]}, which another layer has too and would not see changed "
-                    "in another stage; give each layer a buffer of its own"
+                    "in another stage; give each layer its own buffer"
                 )
             self._moving = self._start = snapshot
             self._changed.update(owner for owner, _ in snapshot)
@@ -135,7 +135,7 @@ class Buffers:
             )
 
     def _find_made(self, before: Mapping[BufferPlace, Tensor]) -> BufferCopies:
-        """Return what there was of the buffers that the first forward of a step has made: None of each."""
+        """Return None for each buffer that the first forward of a step has created."""
         made: BufferCopies = {}
         for owner, module in self._watched.items():
             for name, buffer in module._buffers.items():
@@ -145,7 +145,7 @@ class Buffers:
         return made
 
     def replaced(self, snapshot: BufferCopies) -> AbstractContextManager[None]:
-        """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""
+        """Let the body, which runs a forward again, read and change copies of a snapshot in place of the buffers."""
         return self._replaced(snapshot) if snapshot else NOTHING
 
     @contextmanager
@@ -163,14 +163,14 @@ class Buffers:
         return bool(self._changed) and any(id(module) in self._changed for module in layer.modules())
 
     def undo_step(self) -> None:
-        """Make the buffers what they were when the step began.
+        """Restore the buffers to what they were when the step began.
 
-        One that changed for the first time ever, and not in the step's first micro-batch, stays as it is.
+        A buffer that changed for the first time ever, and not in the step's first micro-batch, stays as it is.
         """
         self._restore(self._start)
 
     def finish_step(self) -> None:
-        """Let go of what the buffers were."""
+        """Release the copies of the buffers."""
         self._start = {}
 
     def _current(self, places: Iterable[BufferPlace]) -> dict[BufferPlace, Tensor]:
@@ -200,7 +200,7 @@ class Buffers:
 
 
 def _find_place(tensor: Tensor | None) -> int | None:
-    """Return where a tensor's memory begins; None without plain memory, such as of a sparse or a distributed one."""
+    """Return where a tensor's memory begins; None if it has no plain memory, such as a sparse or distributed one."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     return tensor.untyped_storage().data_ptr()
@@ -220,6 +220,6 @@ def _are_equal(buffer: Tensor, earlier: Tensor | None) -> bool:
 
 
 def _copy(buffers: Mapping[BufferPlace, Tensor | None]) -> BufferCopies:
-    """Copy buffers; one that stands in two places stays one."""
+    """Copy buffers; one buffer in two places stays one."""
     copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values() if buffer is not None}
     return {place: copies.get(id(buffer)) for place, buffer in buffers.items()}

@@ -14,12 +14,12 @@ from gpipe.pipeline.timeline import Event
 class Clock:
     """Times the tasks of one step.
 
-    On the CPU it reads the host's clock; on CUDA it leaves events in the stream, and nothing waits for them before
-    `events` is called. Times are seconds since the epoch, so that those of several processes can stand side by side (of
-    several hosts, as well as their clocks agree).
+    On the CPU it reads the host's clock; on CUDA it records events in the stream, and nothing waits for them before
+    `events` is called. Times are seconds since the epoch, so that those of several processes can be compared (across
+    hosts, as well as their clocks agree).
 
     Args:
-        devices: on which tasks will run, and which have nothing to do.
+        devices: those on which tasks will run; they must be idle.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -37,7 +37,7 @@ class Clock:
         return self._mark(device)
 
     def stop(self, task: Task, device: torch.device, mark: float | torch.cuda.Event | None) -> None:
-        """Note that a task ends, which began at a mark."""
+        """Note that a task ends that began at a mark."""
         if isinstance(mark, float):
             self._host.append((task, mark, time.perf_counter()))
         else:
@@ -64,7 +64,7 @@ class Clock:
 def _seconds_to_epoch() -> float:
     """Return what turns a reading of the performance counter into seconds since the epoch.
 
-    A process that is interrupted between the two readings finds too little, and its tasks would seem to run before
-    those that they waited for; so the largest of several is the right one.
+    If a process is interrupted between the two readings, the difference is too small, and its tasks would seem to run
+    before those that they waited for. So the largest of several differences is right.
     """
     return max(time.time() - time.perf_counter() for _ in range(16))

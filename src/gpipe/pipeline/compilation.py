@@ -15,18 +15,18 @@ from gpipe.pipeline.structure import structure
 
 
 class Compilation:
-    """Runs layers compiled. It tells which one is being compiled, which takes seconds to minutes for each.
+    """Runs layers compiled, and reports which one is being compiled: each takes seconds to minutes.
 
-    Layers that do the same work share what was compiled: it takes their weights as arguments.
+    Layers that do the same work share compiled code, which takes their weights as arguments.
 
-    A request to stop that comes meanwhile cannot wait for the layers that are left. They run uncompiled then, so that
-    all processes reach the end of the step, and the step is abandoned: its numbers are not those of compiled layers.
+    A request to stop cannot wait until the remaining layers are compiled. They then run uncompiled, so that all
+    processes reach the end of the step, and the step is abandoned: its numbers are not those of compiled layers.
 
     Args:
         layers: by their index in the model.
         num_layers: of the whole model.
         activity: told of the layer that is being compiled.
-        asked_to_stop: returns something true once the training is to stop.
+        asked_to_stop: returns something true once training is to stop.
         options: of torch.compile.
 
     Attributes:
@@ -56,7 +56,7 @@ class Compilation:
         self._has_compiled = self.is_abandoned = False
 
     def compiled(self, layer: nn.Module) -> Callable[[Any], Any]:
-        """Return a layer compiled; as it is where a step is abandoned, or where it is another's, such as an average."""
+        """Return a layer compiled; as it is if the step is abandoned, or if it is a substitute, such as an average."""
         if layer not in self._compiled:
             return layer
         self.is_abandoned = self.is_abandoned or bool(self._has_compiled and self._asked_to_stop())
@@ -72,10 +72,10 @@ class Compilation:
 
 
 def _compile(index: int, options: Mapping[str, Any]) -> Callable[[nn.Module, Any], Any]:
-    """Return what runs a layer of one kind through torch.compile; what the model holds stays as it is.
+    """Return what runs a layer of one kind through torch.compile; the model's own layers stay as they are.
 
-    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile
-    counts the variants of one code object, which layers of all kinds would share: each kind gets its own.
+    `nn.Module.compile` silently compiles nothing if the layer's class is one of torch's own. And torch.compile counts
+    variants per code object, which layers of all kinds would share: each kind gets its own.
     """
 
     def run(layer: nn.Module, value: Any) -> Any:

@@ -24,29 +24,29 @@ class Gradients:
     Args:
         layers: by their index in the model.
         tied: which parameters are copies of others.
-        shared_by: the replicas that have parts of each gradient; None: each has the whole.
+        shared_by: the replicas that each have a shard of every gradient; None: each has whole gradients.
     """
 
     def __init__(self, layers: nn.ModuleDict, tied: TiedGradients, shared_by: Replicas | None) -> None:
         self._layers, self.tied, self._shared_by = layers, tied, shared_by
 
     def norms(self) -> list[tuple[str, float]]:
-        """Return the name and the norm of each, of whole parameters."""
+        """Return the name of each parameter and the norm of its whole gradient."""
         norms = gradient_norm.compute_norms(self._named())
         return norms if self._shared_by is None else gradient_norm.join_parts(self._shared_by.gather(norms))
 
     def read(self) -> tuple[list[tuple[str, float]], dict[str, float]]:
-        """Return the norms, and what the bits of tied parameters came to, by name; the devices are waited for once."""
+        """Return the norms, and the sums of the bits of tied parameters, by name; wait for the devices only once."""
         if not (bits := self.tied.bits()):
             return self.norms(), {}
-        found = gradient_norm.compute_norms(self._named(), bits)  # replicas do not share out tied parameters
+        found = gradient_norm.compute_norms(self._named(), bits)  # replicas do not shard tied parameters
         return found[: -len(bits)], dict(found[-len(bits) :])
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return self.tied.deduplicate(gradient_norm.name_parameters(self._layers).items())
 
     def clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
-        """Scale the gradients, whose norms are those of all processes; return the global norm.
+        """Clip the gradients, given the norms of all processes; return the global norm before clipping.
 
         Raises:
             NonFiniteError: the norm is not finite; nothing was scaled.
@@ -59,7 +59,7 @@ class Gradients:
         return norm
 
     def clip_together(self, job: Job, max_norm: float, step: int) -> float:
-        """Clip gradients outside of a step, with all processes of the job.
+        """Clip gradients outside a step, with all processes of the job.
 
         Raises:
             NonFiniteError: as `clip`.
@@ -71,7 +71,7 @@ class Gradients:
         return self.clip([part["norms"] for part in parts], max_norm, step)
 
     def drop(self) -> None:
-        """Let the parameters have none."""
+        """Set all gradients to None."""
         for parameter in self._parameters():
             parameter.grad = None
 
@@ -80,13 +80,13 @@ class Gradients:
 
 
 class Conclusion(NamedTuple):
-    """What a training step came to, on every process.
+    """The outcome of a training step, the same on every process.
 
     Attributes:
         totals: the loss, under the name "loss", and the metrics.
         notes: of all processes of the job.
-        is_skipped: whether a gradient has a fault, and a scaler skips the step: nobody has gradients.
-        gradient_norm: before the gradients were clipped; None where they are not to be.
+        is_skipped: whether a gradient is not finite, so that the scaler skips the step: no process has gradients.
+        gradient_norm: before clipping; None without clipping.
     """
 
     totals: dict[str, float]
@@ -105,21 +105,21 @@ def conclude(
     note: Callable[[], Any] | None,
     is_abandoned: bool,
 ) -> Conclusion:
-    """Exchange what the step came to: the loss and metrics, a gradient's fault, and the notes.
+    """Exchange the outcome of the step: the loss and metrics, a gradient that is not finite, and the notes.
 
     Args:
         job: the processes that train together.
-        gradients: those of this process, which are clipped if they are to be, and dropped if a scaler skips the step.
+        gradients: those of this process; clipped if "max_gradient_norm" is given, dropped if the step is skipped.
         loss: of the mini-batch, in the last stage's process.
         given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
-        last_stage: its index.
+        last_stage: the index of the last stage.
         note: as for `Pipeline.train_step`.
         is_abandoned: whether this process was asked to stop while it compiled.
 
     Raises:
         NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.
         StepAbandoned: a process was asked to stop while it compiled; on every process.
-        ValueError: the processes were given different values, or copies of a tied parameter have parted.
+        ValueError: the processes were given different values, or copies of a tied parameter differ.
     """
     (norms, bits), max_norm, step = gradients.read(), given["max_gradient_norm"], given["step"]
     own = {

@@ -1,18 +1,18 @@
-"""The layers of a stage as CUDA graphs: a layer is one launch, where its operations one by one are hundreds.
+"""The layers of a stage as CUDA graphs: one launch per layer, instead of hundreds of operations.
 
-    layer --- first run, plain ---> captured: a graph of its forward, and one of its backward where it has one
+    layer --- first run, plain ---> captured: a graph of its forward, and one of its backward if it has one
     input --- copied ---> memory of the graph --- replay ---> its outputs, in memory of the graph
 
-A graph runs the same kernels on the same memory each time. So what is kept for a backward may not be used twice at
-once: each micro-batch whose backward is to come has a pair of graphs of its own, until that backward has run. Forwards
-that will be recomputed keep nothing, and share one graph.
+A graph runs the same kernels on the same memory each time. So what is kept for one backward must not be overwritten:
+each micro-batch has a pair of graphs of its own until its backward has run. Forwards that will be recomputed keep
+nothing, and share one graph.
 
-The seed of a layer's masks is set before each replay, as before each run: a graph reads it anew, and the masks are
-those of the layer as it is.
+The seed of a layer's masks is set before each replay, as before each plain run. A graph reads it again each time, so
+the masks are those of the plain layer.
 
-What a layer does in Python is done when it is captured, and no more. Whatever of it can be seen from outside makes
-another graph: shapes, precision, attributes that are replaced (not what changes inside of them), training or not.
-Layers that change buffers are not captured, except for batch norms, whose statistics are copied out of the graph.
+A layer's Python code runs only when the layer is captured. Changes that can be seen from outside make another graph:
+shapes, precision, attributes that are replaced (not changes inside them), training mode. Layers that change buffers are
+not captured, except for batch norms, whose statistics are copied out of the graph.
 
 Why not torch.compile(mode="reduce-overhead"): see `refuse_cuda_graphs`. Why not torch.cuda.make_graphed_callables: it
 has one pair of graphs per layer, synchronises the device (where a stage would wait for another one that waits for it),
@@ -43,10 +43,9 @@ from gpipe.pipeline.structure import structure
 
 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of a layer which only makes views
 
-# A layer that meets more, such as sentences of many lengths, runs plainly: each has memory of its own.
+# Each variant has memory of its own. A layer that meets more, such as sentences of many lengths, runs plainly.
 _MOST_VARIANTS = 16
-# A layer that becomes another one more often, such as by an attribute set in each step, does so too: to capture takes
-# longer than to run.
+# So does a layer that changes more often, such as by an attribute set in each step: a capture takes longer than a run.
 _MOST_CHANGES = 8
 
 
@@ -55,8 +54,8 @@ class _Statistics(NamedTuple):
 
     Attributes:
         owners: the batch norms.
-        moments: of each, its means and variances, in memory of the graph.
-        counts: of how many values they are.
+        moments: the means and variances of each, in memory of the graph.
+        counts: the number of values of each.
     """
 
     owners: list[MicroBatchNorm]
@@ -65,7 +64,7 @@ class _Statistics(NamedTuple):
 
     @classmethod
     def take(cls, noted_before: Mapping[MicroBatchNorm, tuple[Any, ...]]) -> _Statistics:
-        """Take what batch norms have noted since they had noted this much, and let them forget it."""
+        """Take what batch norms have noted since `noted_before`, and let them forget it."""
         found = cls([], [], [])
         for norm, before in noted_before.items():
             noted = norm.fresh[len(before) :]
@@ -95,8 +94,8 @@ class _Captured:
         passed: for each output, which of the inputs it is; None for the layer's own.
         statistics: of batch norms.
         backward: the graph; None where no backward follows, or nothing has a gradient.
-        seeds: where it reads, for each output with a gradient; None for those that nobody asks for one.
-        parameters: of the layer that are trained.
+        seeds: where it reads, for each output with a gradient; None if nothing needs that gradient.
+        parameters: those of the layer that are trained.
         gradients: where it writes, for the differentiable inputs and the parameters; None for those without one.
     """
 
@@ -119,7 +118,7 @@ class _Captured:
         self.statistics.note()
 
     def collect(self, inputs: Sequence[Tensor], differentiable: Iterator[Tensor]) -> Any:
-        """Return the value of the layer: its outputs in the graph's memory, and what passed by as it is.
+        """Return the value of the layer: its outputs in the graph's memory, and the inputs that it returns unchanged.
 
         differentiable: what to return for the outputs that have a gradient.
         """
@@ -133,7 +132,7 @@ class _Captured:
 
 
 class _Replay(torch.autograd.Function):
-    """A captured forward and backward in the place of a layer's own."""
+    """A captured forward and backward in place of a layer's own."""
 
     @staticmethod
     def forward(ctx: Any, captured: _Captured, inputs: Sequence[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - for the graph
@@ -154,14 +153,14 @@ class _Replay(torch.autograd.Function):
         for seed, gradient in zip(captured.seeds, gradients, strict=True):
             if (seed is None) != (gradient is None):
                 raise RuntimeError(
-                    "other outputs of the layer have a gradient than when it was captured as a CUDA graph; let the "
+                    "different outputs of the layer have gradients than when it was captured as a CUDA graph; let the "
                     "layers after it use the same ones in each micro-batch, or set trainer.cuda_graphs=false"
                 )
             if seed is not None and gradient is not None:
                 seed.copy_(gradient)
         assert captured.backward is not None
         captured.backward.replay()
-        # These very tensors, which others hold: autograd then copies what it adds to, or makes a parameter's gradient.
+        # The tensors themselves, which others hold: so autograd copies one before it adds to it or makes it a gradient.
         num_inputs = len(captured.gradients) - len(captured.parameters)
         of_inputs, of_parameters = captured.gradients[:num_inputs], captured.gradients[num_inputs:]
         return None, None, *of_inputs, *_add(captured.parameters, of_parameters)
@@ -170,7 +169,7 @@ class _Replay(torch.autograd.Function):
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Add to the gradients of a layer's parameters in a few launches; return what is left for autograd to add.
 
-    That makes the first gradients, and calls hooks; one launch per parameter would be most of a step's.
+    Autograd creates the first gradients and calls hooks. One launch per parameter would be most of a step's launches.
     """
     pairs = [(p.grad, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
     sums, parts = [own for own, _ in pairs if own is not None], [part for _, part in pairs]
@@ -202,9 +201,9 @@ class _Variant:
     """A layer with inputs of one kind, in one kind of task.
 
     Attributes:
-        has_run: whether it has run plainly: kernels are chosen, and the memory that libraries keep is there.
+        has_run: whether it has run plainly, so that kernels are chosen and libraries have allocated their memory.
         seeds: of the kind that its backward starts from; None before a backward has run.
-        captured: its graphs that no micro-batch holds.
+        captured: its graphs that no micro-batch uses now.
     """
 
     has_run: bool = False
@@ -230,10 +229,10 @@ class LayerGraphs:
         self._held: dict[int, list[tuple[_Variant, _Captured]]] = {}  # by micro-batch, until its backward has run
 
     def start_step(self) -> None:
-        """Let go of the graphs of layers that are no longer what they were when these were captured."""
+        """Drop the graphs of layers that have changed since they were captured."""
         for index, layer in self._layers.items():
             tensors = [*layer.parameters(), *layer.buffers()]
-            # Gradients go to the very parameters of the capture, which it keeps: no other one can get the id of one.
+            # Gradients go to the captured parameters themselves. The graph keeps them, so their ids are not reused.
             kind = structure(layer), tuple((id(tensor), tensor.data_ptr()) for tensor in tensors)
             if self._kinds.get(index) != kind:
                 self._num_changes[index] += index in self._kinds
@@ -243,7 +242,7 @@ class LayerGraphs:
     def run(self, index: int, value: Any, micro_batch: int | None) -> Any:
         """Run a layer: plainly the first time, then as a graph.
 
-        The value that it returns is overwritten by the next micro-batch, or the next after `release`.
+        The returned value is overwritten by the next micro-batch, or by the next one after `release`.
 
         Args:
             index: of the layer.
@@ -281,30 +280,30 @@ class LayerGraphs:
         return captured.collect(inputs.tensors, iter(outputs))
 
     def release(self, micro_batch: int) -> None:
-        """Let others use the graphs of a micro-batch, whose backward has run."""
+        """Let other micro-batches use the graphs of one whose backward has run."""
         for variant, captured in self._held.pop(micro_batch, ()):
             variant.captured.append(captured)
 
     def reset(self) -> None:
-        """Let others use all graphs."""
+        """Let any micro-batch use all graphs."""
         for micro_batch in list(self._held):
             self.release(micro_batch)
 
     def _capture(self, layer: nn.Module, inputs: Payload, seeds: Sequence[Tensor | None] | None = None) -> _Captured:
-        """Capture a layer's forward and, where there is something for it to start from, its backward."""
-        # Not one for several layers: what passes by a layer would lie where that one's graph works.
+        """Capture a layer's forward and, with `seeds` to start from, its backward."""
+        # Not one pool for several layers: a tensor that bypasses a layer would lie where that layer's graph writes.
         pool = torch.cuda.graph_pool_handle()
         own = [tensor.detach().clone() for tensor in inputs.tensors]
         norms = {norm: norm.fresh for norm in converted_batch_norms([layer])}
         trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
-        # Leaves of its own. Others may be in use by other micro-batches: autograd would let their stream wait for the
-        # gradient, and no stream may wait for one that is being captured.
+        # Leaves of its own. Other micro-batches may be using the parameters: autograd would let their stream wait for
+        # the gradient, and no stream may wait for one that is being captured.
         aliases = {name: parameter.detach().requires_grad_() for name, parameter in trained.items()}
         forward, backward = torch.cuda.CUDAGraph(), None
         gradients: Sequence[Tensor | None] = ()
         with self._capturing(forward, pool):
             entered = enter_graph(inputs.replace(own), [])
-            # Where gradients arrive: at the inputs as they are now, which the layer may change.
+            # Where gradients arrive: at the inputs as they are now, before the layer may change them.
             sources: list[Any] = [*map(get_gradient_edge, entered.differentiable_tensors()), *aliases.values()]
             versions = [tensor._version for tensor in entered.tensors]
             outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
@@ -326,9 +325,10 @@ class LayerGraphs:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """Capture what the body starts.
+        """Capture what the body launches.
 
-        Other threads may go on. Autocast keeps no copy of a weight, which the graph would find elsewhere the next time.
+        Other threads may go on. Autocast keeps no copies of weights: the next copy would lie elsewhere than the graph
+        expects.
         """
         keeps = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -338,28 +338,28 @@ class LayerGraphs:
                 try:
                     yield
                 except BaseException:
-                    with suppress(RuntimeError):  # it cannot be captured, as the other error says
+                    with suppress(RuntimeError):  # the other error already says that it cannot be captured
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except RuntimeError as error:
             raise ValueError(
-                f"the layer cannot be captured as a CUDA graph: {error}; let it not wait for the GPU (.item(), shapes "
-                "that depend on numbers), or set trainer.cuda_graphs=false"
+                f"the layer cannot be captured as a CUDA graph: {error}; avoid waits for the GPU in it (.item(), "
+                "shapes that depend on values), or set trainer.cuda_graphs=false"
             ) from error
         finally:
             torch.set_autocast_cache_enabled(keeps)
 
 
 def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> Hashable:
-    """Return what a run of a layer depends on, beside the layer and the values of its inputs."""
+    """Return what a run of a layer depends on, apart from the layer and the values of its inputs."""
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     tensors = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in inputs.tensors)
     return has_backward, is_recomputing(), torch.is_grad_enabled(), precision, inputs.structure, tensors
 
 
 def _run_and_note(layer: nn.Module, value: Any, variant: _Variant) -> Any:
-    """Run a layer plainly, and let the variant know what its backward starts from."""
+    """Run a layer plainly, and let the variant note what its backward starts from."""
     outputs = Payload.of(layer(value))
     wanted = outputs.differentiable_tensors()
     if not wanted:

@@ -1,4 +1,4 @@
-"""Where a stage is: the layer under way, for messages and errors."""
+"""Where a stage is: the layer now running, for messages and errors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gpipe.pipeline.microbatch import Payload
 _CHANGED = "modified by an inplace operation"  # torch's words
 _FREED = "backward through the graph a second time"
 _KEPT = (
-    "; where the layer keeps a tensor for another layer, the loss or a later micro-batch, return it along with its "
-    "outputs, so that it travels, or keep it without a history (.detach())"
+    "; if the layer keeps a tensor for another layer, the loss or a later micro-batch, return it along with its "
+    "outputs, so that it travels, or detach it (.detach())"
 )
 _CHANGED_LATER = (
-    "; where the model alone trains, a layer changed a buffer or a weight in a later micro-batch: let its forward use "
-    "a copy (.clone()) of what it changes, or set rematerialize='always'"
+    "; if the model trains without a pipeline, a layer changed a buffer or a weight in a later micro-batch: let its "
+    "forward use a copy (.clone()) of what it changes, or set rematerialize='always'"
 )
 
 
 class CurrentLayer:
-    """The layer of a stage that is under way.
+    """The layer of a stage that is now running.
 
     Attributes:
-        at: the layer's index in the model, and the layer; without one, an index below 0 is the preparation of the
-            inputs, 0 that none has begun yet, and any other the loss.
+        at: the layer's index in the model, and the layer. Without a layer, an index below 0 means the preparation of
+            the inputs, 0 that no layer has begun yet, and any other the loss.
     """
 
     __slots__ = ("_stage", "at")
@@ -47,16 +47,16 @@ class CurrentLayer:
     def announce_backward(
         self, outputs: Payload, passed_by: Container[Node | None], index: int, layer: nn.Module
     ) -> None:
-        """Note a layer when its backward begins, so that an error in there can name it.
+        """Note a layer when its backward begins, so that an error in it can name it.
 
-        Its outputs may also have the backwards of layers before it: those of tensors that passed by.
+        `passed_by` are the nodes of the layer's inputs: outputs with one of them belong to an earlier layer's backward.
         """
         for tensor in outputs.tensors:
             if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
                 tensor.register_hook(lambda _: self.note((index, layer)))
 
     def describe(self, micro_batch: int, doing: str) -> str:
-        """Return in words where the stage is: the micro-batch, the layer under way, and what is done with it."""
+        """Return in words where the stage is: the micro-batch, the layer now running, and what it does."""
         layer, module = self.at
         if module is not None:
             name = f"layer {layer} ({type(module).__name__})"
@@ -65,7 +65,7 @@ class CurrentLayer:
         return f"stage {self._stage}, micro-batch {micro_batch}, {name}, {doing}"
 
     def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
-        """Return an error that says where another one happened: in a layer or the loss."""
+        """Return an error that says where `error` happened: in a layer or the loss."""
         layer, module = self.at
         doing = "loss" if module is None and layer > 0 and doing not in ("backward", "input gradients") else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"

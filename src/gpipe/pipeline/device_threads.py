@@ -1,13 +1,14 @@
 """A launching thread per GPU, where one process has several: each starts the tasks of its GPU, in the schedule's order.
 
-    thread of cuda:0   F0 F1 F2 . B2 ...   a task waits until the one whose result it takes has been launched, not until
-    thread of cuda:1      F0 F1 F2 B2 ...  its GPU has done it: for that, streams wait
+    thread of cuda:0   F0 F1 F2 . B2 ...   a task waits until the task that it depends on has been launched;
+    thread of cuda:1      F0 F1 F2 B2 ...  only the streams wait until a GPU has done it
 
-One thread launches for all GPUs otherwise, and those with small operations wait for it. Python runs one thread at a
-time, but none of it runs in a backward, and torch lets others run while it launches. Why not by default: see the guide.
+Otherwise one thread launches for all GPUs, and those with small operations wait for it. Python runs one thread at a
+time, but a backward runs no Python, and torch lets other threads run while it launches. Why this is not the default:
+see the guide.
 
-Gradients and masks have the same bits: what a thread does on a GPU depends on the order of that GPU's tasks alone. The
-host's generators of random numbers belong to all threads; so nothing that is seeded may draw from them.
+Gradients and masks keep their bits: what a thread does on a GPU depends only on the order of that GPU's tasks. All
+threads share the host's random generators, so no layer may draw from them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class DeviceThreads:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        # Torch's libraries keep what they have found out per thread: the same one launches for a GPU in all steps.
+        # Torch's libraries keep caches per thread: the same thread launches for a GPU in all steps.
         self._threads = {
             device: ThreadPoolExecutor(1, thread_name_prefix=f"gpipe-launches-{device}") for device in set(devices)
         }
@@ -43,7 +44,7 @@ class DeviceThreads:
     def run(self, tasks: Sequence[Task], run_task: Callable[[Task], None]) -> None:
         """Run the tasks of a training step; return once all have been launched.
 
-        The first time, one thread launches all of them, and looks whether they draw random numbers on the host.
+        The first time, one thread launches all of them, and checks whether they draw random numbers on the host.
 
         Args:
             tasks: of all stages, in an order in which one thread could run them.
@@ -51,7 +52,7 @@ class DeviceThreads:
 
         Raises:
             PipelineError: a layer, or the loss, draws random numbers on the host.
-            Exception: the first that a task raised. No thread runs a task any more.
+            Exception: the first that a task raised. No thread starts another task.
         """
         if self._has_run:
             self._run_at_once(tasks, run_task)
@@ -111,7 +112,7 @@ class _Launched:
         self._changed = threading.Condition()
 
     def await_all(self, needed: Iterable[Task]) -> bool:
-        """Wait until some tasks have been launched; return False where none is to be run any more."""
+        """Wait until some tasks have been launched; return False if no more tasks are to run."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._tasks.issuperset(needed))
             return not self._is_stopped
@@ -130,16 +131,16 @@ class _Launched:
 
     @contextmanager
     def stopping_all(self) -> Iterator[None]:
-        """Keep an error of the body, if it is the first, and stop."""
+        """Stop all threads on an error in the body, and keep it if it is the first."""
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the threads raises it
+        except BaseException as error:  # noqa: BLE001 - the caller, which waits for the threads, raises it
             self.error = self.error or error
             self.stop()
 
 
 class _ThreadSettings:
-    """What torch keeps per thread and a step depends on, of the thread that calls `train_step`."""
+    """Torch's per-thread settings that a step depends on, as they are in the thread that calls `train_step`."""
 
     def __init__(self) -> None:
         self._streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
@@ -149,17 +150,17 @@ class _ThreadSettings:
 
     @contextmanager
     def adopted(self, device: torch.device) -> Iterator[None]:
-        """Give them to the thread that launches for a GPU, which becomes the current one."""
+        """Apply them to this thread, which launches for a GPU, and make that GPU the current one."""
         is_enabled, dtype = self._autocast
         torch.set_autocast_enabled("cuda", is_enabled)
         torch.set_autocast_dtype("cuda", dtype)
         torch.set_autocast_cache_enabled(self._keeps_copies)
-        # The copies of weights belong to all threads, and the end of the outermost autocast in any of them drops all.
+        # All threads share autocast's copies of weights, and the outermost autocast to end in any thread drops them.
         torch.autocast_increment_nesting()
         try:
             with ExitStack() as streams, torch.set_grad_enabled(self._has_gradients):
                 for stream in self._streams:  # a batch may be on any GPU
-                    # Not those that the thread has anyway: to choose one would start a GPU that nobody uses.
+                    # Not those that the thread has anyway: setting one would initialise a GPU that is not used.
                     if stream != torch.cuda.default_stream(stream.device):
                         streams.enter_context(torch.cuda.stream(stream))
                 streams.enter_context(torch.cuda.stream(self._streams[device.index]))

@@ -68,7 +68,7 @@ RunTask = Callable[[Stage, Task, Any], Any]
 Take = Callable[[int, Payload], Any]
 """(a micro-batch's index, its outputs) -> nothing."""
 
-_OUTPUTS = object()  # in place of targets: the outputs are wanted
+_OUTPUTS = object()  # stands for targets that were not given: return the outputs
 
 
 class Pipeline(LayerExecution):
@@ -76,15 +76,15 @@ class Pipeline(LayerExecution):
 
     Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, on whether
     backwards are split, or on whether one process plays all stages or each stage has its own. R replicas of M
-    micro-batches have the masks of one pipeline of R x M. GPipe's schedules add up the micro-batches from the last on,
-    the others from the first on: between the two, gradients differ by rounding.
+    micro-batches have the masks of one pipeline of R x M. GPipe's schedules add up the micro-batches from last to
+    first, the others from first to last: between the two, gradients differ by rounding.
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
-            lists and dicts of tensors and None. Under autocast a layer with the attribute `wants_low_precision` gets
-            its float32 inputs in autocast's type, and so they travel. Layers on the meta device get their memory and
-            initial weights here, those of other processes never. Batch norms must have gone through
-            `convert_batch_norm`.
+            lists and dicts of tensors and None. Under autocast, float32 inputs of a layer with the attribute
+            `wants_low_precision` are converted to autocast's type before they travel. Layers on the meta device get
+            their memory and initial weights here; those of other processes never do. Batch norms must have gone
+            through `convert_batch_norm`.
             A parameter that several layers share becomes one copy per layer, in place. All copies get the values of the
             first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
@@ -92,39 +92,40 @@ class Pipeline(LayerExecution):
         partitions: the number of layers of each stage, such as `partition_layers` returns.
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
         rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations. Or a number
-            per stage: of how many micro-batches it keeps the activations at once, those that are needed first.
+            per stage: how many micro-batches' activations it keeps at once, those that are needed first.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1" or "zb_v" (`gpipe.pipeline.schedule`); or
-            a function of yours that returns the tasks of a step as those do, which are checked before they run.
-        stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this;
-            2 in ZB-V.
-        devices: of each stage, for one process; or of this process. Default: where the layers are; on a mesh, its type.
+            your own function, which returns the tasks of a step as those do. Its tasks are checked before they run.
+        stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, with P = K /
+            stages_per_device; 2 in ZB-V; 1 in the others.
+        devices: one per stage, for one process; or that of this process. Default: where the layers are; on a mesh, its
+            type.
         mesh: R x P processes with the dimensions ("replica", "stage"); None: this process plays all stages.
         seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
-        loss_weight: targets of a micro-batch -> how much its mean counts; default: its number of examples.
-        timeout_seconds: after which a silent peer is named and the step given up.
-        synchronize_batch_norm: normalise a micro-batch by its statistics over all R replicas, as if these were one
-            process with the micro-batch of all. Every replica then cuts its mini-batch into as many micro-batches as
-            the smallest one makes, and must use the same batch norms in the same order. Batch norms without moving
-            averages are synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
-        output_dimension: along which the model's outputs have the examples, where they are put together.
-        shard_replicas: share out each layer's weights, their gradients and the optimizer's state over the R replicas,
-            with torch's fully_shard: `parameters()` are this process's parts. Parameters that a replica does not use
-            have a gradient of zeros. Not for schedules that split backwards, tied parameters, or layers on the meta
-            device. With one replica it changes nothing.
-        check_recomputation: compare what each layer gives when it is recomputed with what it gave in the forward; the
-            first that gives something else is an error. For debugging: a GPU is waited for after each layer.
-        prepare_inputs: called with the inputs of each micro-batch on the first stage's device, returns what the first
-            layer takes: such as normalised images for bytes, which travel to a GPU in a quarter of the time.
+        loss_weight: targets of a micro-batch -> the weight of its mean loss; default: its number of examples.
+        timeout_seconds: how long a process may be silent before it is named and the step fails.
+        synchronize_batch_norm: normalise each micro-batch by its statistics over all R replicas, as if one process had
+            the examples of all. Every replica then cuts its mini-batch into as many micro-batches as the replica with
+            the smallest, and must use the same batch norms in the same order. Batch norms without moving averages are
+            synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
+        output_dimension: along which the model's outputs have their examples, to concatenate micro-batches.
+        shard_replicas: shard each layer's weights, their gradients and the optimizer's state over the R replicas with
+            torch's fully_shard: `parameters()` are this process's shards. Parameters that a replica does not use have
+            a gradient of zeros. Not for schedules that split backwards, tied parameters, or layers on the meta device.
+            With one replica it changes nothing.
+        check_recomputation: compare each layer's recomputed outputs with those of its forward; the first difference is
+            an error. For debugging: it waits for the GPU after each layer.
+        prepare_inputs: inputs of a micro-batch, on the first stage's device -> what the first layer takes. Images, for
+            example, can travel to the GPU as bytes, in a quarter of the time, and be normalised there.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
         job: the processes that train together: gathers values, names failures, knows the replicas.
         stages: this process's stages, by index.
         step: the number of finished training steps; set it to resume.
-        shards_replicas: whether the replicas share out their weights.
+        shards_replicas: whether the replicas shard their weights.
 
     Raises:
-        ValueError: settings that do not fit each other; the message names the value and the remedy.
+        TypeError, ValueError: a setting is invalid, or does not fit the others; the message says what to change.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Pipeline(LayerExecution):
         self._output_dimension = output_dimension
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
-        self._is_loss_known = False  # whether the graph of one was looked through
+        self._is_loss_known = False  # whether the graph of a loss has been checked
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         refuse_embeddings(layers, self.job.num_replicas, [copy.full_name for group in tied.groups for copy in group])
@@ -184,7 +185,7 @@ class Pipeline(LayerExecution):
         among_replicas = None if exchanges else ["synchronize_batch_norm", "shard_replicas"]
         self.job.connect(lambda: settings | tied.settings(), among_replicas)
         self.shards_replicas = shard_replicas and self.job.num_replicas > 1
-        self._given = weakref.ref(layers)  # the layers of other processes are its owner's to keep
+        self._given = weakref.ref(layers)  # weak: the layers of other processes are not kept alive here
         self._close = weakref.finalize(self, self.job.close)
 
         ranges = partition_ranges(partitions)
@@ -248,22 +249,22 @@ class Pipeline(LayerExecution):
         Every process calls it. The parameters themselves are left to an optimizer.
 
         Args:
-            batch: (inputs, targets), each a tensor or a nest whose tensors have the examples as first dimension.
-                Only the first stage's process looks at the inputs, and only the last stage's at the targets.
+            batch: (inputs, targets), each a tensor or a nest of tensors with the examples along the first dimension.
+                Only the first stage's process reads the inputs, and only the last stage's the targets.
             record_timeline: whether to collect when each task ran, on all stages.
-            note: called at the end of the step. What it returns, of JSON's types, is in the report of every process of
-                the job: all learn of it at the same step, without an exchange of its own.
-            scaler: scales the loss for float16. Where a gradient is not finite, it skips the step, on every process:
-                nobody has gradients, no moving average has moved, and `step` stays as it is.
+            note: called at the end of the step. What it returns, of JSON's types, is in this step's report on every
+                process of the job, without an exchange of its own.
+            scaler: scales the loss for float16. If a gradient is not finite, every process skips the step: no process
+                has gradients, no moving average has moved, and `step` stays as it is.
             return_outputs: put the outputs of all micro-batches into the report of the last stage's process.
-            max_gradient_norm: clip as `clip_gradients` does, but with the norms that each step computes and exchanges.
+            max_gradient_norm: clip as `clip_gradients` does, but with the norms that each step computes anyway.
 
         Raises:
-            NonFiniteError: the loss or, without a scaler, a gradient is not finite, on every process. The gradients are
+            NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process. The gradients are
                 unusable, no moving average has moved, and `step` stays as it is; another step may follow.
-            StepAbandoned: a process was asked to stop while it compiled, on every process; as above.
+            StepAbandoned: a process was asked to stop while it compiled; on every process, as above.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
-                processes the pipeline cannot be used any more.
+                processes, the pipeline cannot be used afterwards.
         """
         begin = time.perf_counter()
         with self._step():
@@ -271,7 +272,7 @@ class Pipeline(LayerExecution):
             refuse_inference_mode()
             refuse_max_norm(max_gradient_norm)
             refuse_scaler(scaler, self.named_parameters())
-            if not self.is_first:  # which waits for its first boundary input next, and then all stages after it
+            if not self.is_first:  # before it waits for its first boundary input, as all stages after it do too
                 self._prepare_stages(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             given = {
@@ -282,7 +283,7 @@ class Pipeline(LayerExecution):
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None
             tasks, recomputed, final = self._plan(self._schedule, mini_batch)
-            if self.is_first:  # whose mini-batch is fine
+            if self.is_first:  # once its mini-batch is known to be valid
                 self._prepare_stages(scaler)
             clock = self._start_clock() if record_timeline else None
             for k, stage in self.stages.items():
@@ -308,7 +309,7 @@ class Pipeline(LayerExecution):
             self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
-            merged = self._merge(outputs, mini_batch)  # if that fails, nothing has moved
+            merged = self._merge(outputs, mini_batch)  # before anything moves: it may fail
             totals, notes, is_skipped, norm = self._conclude(loss, note, given)
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
@@ -341,16 +342,16 @@ class Pipeline(LayerExecution):
         """Return the model's outputs for a mini-batch, or its loss, in evaluation mode; every process calls it.
 
         Args:
-            inputs: as for `train_step`, of any number of examples; None outside of the first stage.
-            targets: as for `train_step`; None outside of the last stage. Not given on any process: the outputs.
-            layers: run these in place of `self.layers`, such as their exponential moving average: same keys.
-            move_statistics: let batch norms do as in a training step: normalise each micro-batch by its own statistics,
-                then move the moving statistics once.
+            inputs: as for `train_step`, with any number of examples; None outside the first stage.
+            targets: as for `train_step`; None outside the last stage. For the outputs, leave it out on every process.
+            layers: run these in place of `self.layers`, such as their exponential moving average; with the same keys.
+            move_statistics: let batch norms work as in a training step: normalise each micro-batch by its own
+                statistics, then move the moving statistics once.
 
         Returns:
-            Without targets the outputs of all examples in the last stage's process, None in the others. With targets
-            the loss and the metrics by name, over all replicas, on every process; no outputs are put together, which
-            may need much memory.
+            Without targets, the outputs of all examples in the last stage's process, None in the others. With targets,
+            the loss and the metrics by name, over all replicas, on every process; the outputs, which may need much
+            memory, are not concatenated.
         """
 
         def give_outputs(mini_batch: MiniBatch) -> tuple[Take, Callable[[], Any]]:
@@ -374,11 +375,11 @@ class Pipeline(LayerExecution):
     def measure(
         self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any], *, layers: nn.ModuleDict | None = None
     ) -> list[Any] | None:
-        """Call a function of yours on the outputs and targets of each micro-batch, as `evaluate` makes them.
+        """Call a function of (outputs, targets) for each micro-batch, with the outputs of `evaluate`.
 
         Returns:
-            What it returned, in the last stage's process, micro-batch by micro-batch; None in the others. The outputs
-            of the whole mini-batch are never there at once.
+            Its result for each micro-batch, in the last stage's process; None in the others. The outputs of the whole
+            mini-batch are never in memory at once.
         """
 
         def give_results(mini_batch: MiniBatch) -> tuple[Take, Callable[[], Any]]:
@@ -402,7 +403,7 @@ class Pipeline(LayerExecution):
     ) -> Any:
         """Run the forwards in evaluation mode.
 
-        begin: mini-batch -> (what takes each output in the last stage, what to return in the end).
+        begin: mini-batch -> (what takes each output in the last stage, what makes the result at the end).
         """
         used, norms = self.layers if layers is None else layers, list[batch_norm.MicroBatchNorm]()
         exchanges = move_statistics or self.shards_replicas
@@ -438,18 +439,18 @@ class Pipeline(LayerExecution):
             batch_norm.discard(norms)
 
     def _merge(self, outputs: Mapping[int, Payload] | None, mini_batch: MiniBatch) -> Any:
-        """Put the outputs of the micro-batches together, where there are any."""
+        """Concatenate the outputs of the micro-batches, if there are any."""
         sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
         return merge([outputs[i] for i in sorted(outputs)], sizes, self._output_dimension) if outputs else None
 
     def first_non_finite(self, batch: tuple[Any, Any]) -> FirstNonFinite | None:
-        """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
+        """Run the forward of a mini-batch again, as `train_step` did, and find the first number that is not finite.
 
         Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
 
         Returns:
-            The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
-            None where all are finite.
+            The first layer of the model with such an output, over all micro-batches and replicas, or else a loss; None
+            if all are finite.
         """
         found: list[FirstNonFinite] = []
 
@@ -482,9 +483,9 @@ class Pipeline(LayerExecution):
         return self.layers.named_parameters(prefix="layers")
 
     def batch_norms(self, layers: nn.ModuleDict | None = None) -> list[batch_norm.MicroBatchNorm]:
-        """Return this process's batch norms whose moving statistics a training step moves, or those in their place.
+        """Return this process's batch norms whose moving statistics a training step moves.
 
-        layers: as for `evaluate`.
+        layers: as for `evaluate`; then those in their place.
         """
         trained = batch_norm.converted_batch_norms(self.layers.values())
         found = trained if layers is None else batch_norm.converted_batch_norms(layers.values())
@@ -498,7 +499,7 @@ class Pipeline(LayerExecution):
         """Scale all gradients so that their global norm is at most `max_norm`; every process calls it.
 
         Returns:
-            The norm before, over all parameters of all stages; bitwise the same for every number of stages.
+            The norm before clipping, over the parameters of all stages; bitwise the same for every number of stages.
 
         Raises:
             NonFiniteError: the norm is not finite; nothing was scaled.
@@ -509,7 +510,7 @@ class Pipeline(LayerExecution):
             return self._gradients.clip_together(self.job, max_norm, self.step - 1)
 
     def close(self) -> None:
-        """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
+        """Wait until everything sent has arrived, and end the threads; automatic when the pipeline is released."""
         self._close()
         if self._device_threads is not None:
             self._device_threads.close()
@@ -517,7 +518,7 @@ class Pipeline(LayerExecution):
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
+        """Restore generators at the end, convert weights once; on an error, clean up and tell the other processes."""
         converted = step_autocast_cache(is_kept=not self.shards_replicas)
         with self.job.guard(), preserved_generators(self.job.devices.values()), converted:
             refuse_replaced_layers(self.layers, self._own)
@@ -551,9 +552,9 @@ class Pipeline(LayerExecution):
         doing: str = "",
         threads: DeviceThreads | None = None,
     ) -> None:
-        """Run tasks in their order: receive, work, send.
+        """Run tasks in order: receive, work, send.
 
-        `parts` are the inputs of each micro-batch, in the first stage. Messages call a task `doing`, else by its kind.
+        `parts` are the inputs of each micro-batch, in the first stage. In messages `doing` replaces a task's kind.
         """
         if threads is None:
             for task in tasks:
@@ -606,7 +607,7 @@ class Pipeline(LayerExecution):
         return prepared
 
     def _prepare_stages(self, scaler: GradientScaler | None) -> None:
-        """Prepare what a step needs whatever its mini-batch is."""
+        """Prepare what a step needs independently of its mini-batch."""
         if scaler is not None:
             scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
         self._tied.start_step()
@@ -626,7 +627,7 @@ class Pipeline(LayerExecution):
                 stage.call_hooks()
 
     def _common_num_microbatches(self, inputs: Any) -> int:
-        """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
+        """Return M or, where replicas exchange within a step, the largest number up to M that all of them can make."""
         if not (self._synchronizes or self.shards_replicas) or not self.is_first:
             return self.num_microbatches
         sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
@@ -662,7 +663,7 @@ class Pipeline(LayerExecution):
     def _conclude(
         self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, given: Mapping[str, Any]
     ) -> Conclusion:
-        """Learn with all processes what the step came to; where its gradients do not count, undo it."""
+        """Agree with all processes on the outcome of the step; undo it if its gradients do not count."""
         is_abandoned = self._compilation is not None and self._compilation.is_abandoned
         try:
             found = conclude(

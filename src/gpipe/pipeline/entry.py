@@ -1,6 +1,6 @@
-"""Where a stage's autograd graph begins, and where its backward does.
+"""Where a stage's autograd graph begins, and where its backward begins.
 
-The beginning hands the gradients of the boundary input over as they are.
+The graph begins at a node that passes on the gradients of the boundary input unchanged.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
 def find_root(tensor: Tensor) -> GradientEdge | None:
     """Return where the backward of a stage's output begins; None for an output without one.
 
-    It is torch's `get_gradient_edge`, where gradients are enabled and the tensor is no leaf: a node in C++ holds the
-    graph. A node in Python does not, and is held by another one, which that function makes in two more contexts.
+    This is torch's `get_gradient_edge` for a tensor that is not a leaf, with gradients enabled. A node in C++ keeps the
+    graph alive. A node in Python does not, so a view's node must; torch's function makes it in two more contexts.
     """
     node = tensor.grad_fn
     if node is None:

@@ -1,4 +1,4 @@
-"""Modules in evaluation mode for a while."""
+"""Evaluation mode for the length of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(functions: Sequence[Any], but: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules and all below them `but` some into evaluation mode, without gradients; then each is as it was."""
+    """Put modules and all below them, except those in `but`, into evaluation mode without gradients; then restore."""
     modules = [function for function in functions if isinstance(function, nn.Module)]
     before = [(child, child.training) for module in modules for child in module.modules()]
     for module in modules:
@@ -24,7 +24,7 @@ def evaluation_mode(functions: Sequence[Any], but: Sequence[nn.Module]) -> Itera
             yield
     finally:
         for child, training in before:
-            if type(child).train is not nn.Module.train:  # it does something of its own, such as to merge weights
+            if type(child).train is not nn.Module.train:  # it does more, such as merging weights
                 child.train(training)
         for child, training in before:
             child.training = training

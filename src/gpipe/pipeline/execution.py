@@ -15,14 +15,14 @@ from gpipe.pipeline.stage import Stage
 
 
 class LayerExecution:
-    """The part of `Pipeline` that says how its layers run.
+    """The part of `Pipeline` that chooses how its layers run.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
         job: the processes that train together.
         stages: this process's stages, by index.
         num_layers: of the whole model.
-        shards_replicas: whether the replicas share out their weights.
+        shards_replicas: whether the replicas shard their weights.
     """
 
     layers: nn.ModuleDict
@@ -38,30 +38,30 @@ class LayerExecution:
         """Refuse to be copied or pickled, with its threads and connections."""
         raise TypeError(
             "a pipeline has threads and connections, which cannot be copied or saved; copy or save its layers "
-            "(pipeline.layers.state_dict()), and make another pipeline of them"
+            "(pipeline.layers.state_dict()), and build another pipeline from them"
         )
 
     def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
         """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
 
-        A layer is compiled at its first run, and again for other shapes; equal layers share what was compiled. That
-        counts as progress, however long it takes. Batch norms that are synchronised over replicas run uncompiled
-        between two graphs: no fullgraph=True with them.
+        A layer is compiled at its first run, and again for other shapes; equal layers share the compiled code.
+        Compiling counts as progress, however long it takes. Batch norms that are synchronised over replicas run
+        uncompiled between two graphs, so they do not allow fullgraph=True.
 
         Args:
-            asked_to_stop: on any process, returns something true once the training is to stop. A training step that
-                learns of it while it compiles compiles no further layer and raises StepAbandoned.
-            options: of torch.compile, but for CUDA graphs.
+            asked_to_stop: on any process, returns something true once training is to stop. A training step that
+                learns of it while compiling compiles no further layer and raises StepAbandoned.
+            options: of torch.compile, except those for CUDA graphs.
 
         Raises:
-            ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
+            ValueError: the options ask for CUDA graphs, or the replicas shard their weights.
         """
         refuse_cuda_graphs(options)
         refuse_second_way("torch.compile", self._find_way())
         if self.shards_replicas:
             raise ValueError(
-                "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
-                "not compile, or set shard_replicas=False"
+                "shard_replicas is True, and torch's fully_shard gathers weights outside the compiled code; do not "
+                "compile, or set shard_replicas=False"
             )
         layers = {int(index): layer for index, layer in self.layers.items()}
         self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
@@ -72,16 +72,16 @@ class LayerExecution:
     def use_cuda_graphs(self) -> None:
         """Run each of this process's layers on a GPU as a CUDA graph in training: one launch for all its operations.
 
-        For layers of many small operations, which a GPU computes faster than the host starts them. A layer runs as it
-        is in its first micro-batch, then its forward and backward are captured, for each shape of its inputs. Gradients
-        and masks have the same bits. On a CPU it changes nothing.
+        For layers of many small operations, which a GPU computes faster than the host launches them. For each shape of
+        its inputs, a layer first runs as it is; then its forward and backward are captured. Gradients and masks keep
+        their bits. On a CPU it changes nothing.
 
-        Graphs keep their memory, and copies of each layer's inputs: see the guide. What a layer does in Python is done
-        only when it is captured. Layers that change buffers other than batch norms' moving averages run as they are,
+        Graphs keep their memory, and copies of each layer's inputs: see the guide. A layer's Python code runs only
+        when the layer is captured. Layers that change buffers other than batch norms' moving averages run as they are,
         and so do evaluations.
 
         Raises:
-            ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
+            ValueError: the layers run in another way, or exchange data among replicas within a step.
         """
         exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
         refuse_to_capture(exchanging)
@@ -90,15 +90,15 @@ class LayerExecution:
             stage.use_cuda_graphs()
 
     def use_device_threads(self) -> None:
-        """Launch the tasks of each GPU by a thread of its own in training, where this process has several GPUs.
+        """Launch each GPU's training tasks from a thread of its own, if this process has several GPUs.
 
         For layers of many small operations, where GPUs wait for the one thread that launches for all. Gradients and
-        masks have the same bits. In one step, the next one, a single thread launches all. On one GPU or a CPU it
+        masks keep their bits. In the next step a single thread still launches everything. On one GPU or a CPU it
         changes nothing.
 
-        Layers and the loss run in several threads at once: one object that two of them change is theirs to protect.
-        Of what surrounds `train_step`, autocast and the current streams reach the threads, and no other context. A
-        layer that draws random numbers on the host, which all threads share, is refused when it does so in that step.
+        Layers and the loss run in several threads at once: protect an object that two of them change. Of the contexts
+        around `train_step`, only autocast and the current streams reach the threads. A layer that draws random numbers
+        on the host, whose generators all threads share, is refused in the next step.
 
         Raises:
             ValueError: the layers are compiled or run as CUDA graphs.
@@ -109,7 +109,7 @@ class LayerExecution:
             self._device_threads = DeviceThreads(devices)
 
     def _find_way(self) -> str | None:
-        """Return how the layers run, in words, if not as they are and launched by one thread."""
+        """Return how the layers run, in words; None if they run as they are, launched by one thread."""
         if self._compilation is not None:
             return "torch.compile"
         if self._device_threads is not None:

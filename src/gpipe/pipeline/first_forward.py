@@ -1,13 +1,14 @@
 """The forward of a micro-batch that will be recomputed: it has a graph that keeps no tensors, or none.
 
 Without a graph torch picks other kernels for some operations, such as LSTMs and attention, and a recomputation would
-have other bits. To build one takes a tenth of the forward of small layers, whatever it keeps. So layers do without it
-where every operation is known to have the same kernels:
+differ in its bits. Building a graph takes a tenth of the forward of small layers, whatever it keeps. So layers run
+without one where every operation is known to use the same kernels:
 
-- modules of torch, by their class: `_SAME_WITHOUT_GRAPH`, each held to its bits by a test;
-- layers whose class says so in its own body, `same_without_graph = True`, with the modules of its package below them.
+- modules of torch, by their class: `_SAME_WITHOUT_GRAPH`, each with a test of its bits;
+- layers whose class declares it in its own body, `same_without_graph = True`, with the modules of its package below
+  them.
 
-Under autocast a step's first forward has a graph all the same: it converts the weights, for the recomputations too.
+Under autocast a step's first forward still has a graph: it converts the weights, for the recomputations too.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _SAME_WITHOUT_GRAPH = frozenset(
 
 
 def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a layer has the same bits with and without a graph.
+    """Return whether a layer gives the same bits with and without a graph.
 
-    Its outputs that are none of its inputs then depend on all of its inputs and parameters.
+    Each output that is not one of its inputs then depends on all of its inputs and parameters.
 
     modules: the layer and all below it, the layer first.
     """
@@ -69,7 +70,7 @@ def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
 
 
 def find_differentiable(outputs: Payload, inputs: Payload, layer: nn.Module) -> list[bool]:
-    """Return which outputs need a gradient, of a layer that is the same without a graph and ran without one."""
+    """Return which outputs need a gradient; the layer ran without a graph, where it is the same."""
     passed = dict(zip(map(id, inputs.tensors), inputs.differentiable, strict=True))
     is_needed = any(inputs.differentiable) or any(parameter.requires_grad for parameter in layer.parameters())
     return [
@@ -79,11 +80,11 @@ def find_differentiable(outputs: Payload, inputs: Payload, layer: nn.Module) -> 
 
 
 class _NotSavedError(RuntimeError):
-    """A forward wanted a tensor back that its graph did not keep."""
+    """A forward needs a tensor that its graph did not keep."""
 
 
 def _refuse_to_restore(_: Any) -> Tensor:
-    raise _NotSavedError(  # where it is the layer's own forward that differentiates, the caller runs that again
+    raise _NotSavedError(  # if the layer's own forward differentiates, the caller runs it again
         "the loss or a layer reads a tensor that a layer of an earlier stage computed and kept; return it along with "
         "that layer's outputs, so that it travels"
     )
@@ -93,15 +94,15 @@ _WITHOUT_SAVED_TENSORS = saved_tensors_hooks(id, _refuse_to_restore)
 
 
 def without_saved_tensors() -> AbstractContextManager[None]:
-    """Let graphs that the body makes keep no tensors, so that a forward takes the memory of one without a graph.
+    """Let graphs made in the body keep no tensors, so that a forward needs no more memory than one without a graph.
 
-    Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` knows.
+    Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` recognises.
     """
     return _WITHOUT_SAVED_TENSORS
 
 
 def wants_saved_tensors(error: BaseException | None) -> bool:
-    """Return whether a forward failed because it differentiates itself: with torch.autograd.grad, or torch.func."""
+    """Return whether a forward failed because it differentiates, with torch.autograd.grad or torch.func."""
     if error is None:
         return False
     is_refused = isinstance(error, _NotSavedError) or "support saved tensor hooks" in str(error)  # torch.func's words

@@ -1,4 +1,4 @@
-"""The global generators of random numbers, which belong to the user: restored after use, and watched."""
+"""The global random generators, which belong to the user: restored after use, and watched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class HostGenerators:
-    """Tells whether something drew random numbers from the host's global generators, since this object was made."""
+    """Tells whether anything has drawn from the host's global generators since this object was made."""
 
     def __init__(self) -> None:
         self._states = _read_host_states()
@@ -59,10 +59,10 @@ def preserved_generators(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def find_numpy_random() -> Any:
-    """Return numpy's module of generators where something has imported it: torch does not need numpy."""
+    """Return numpy's module of generators if something has imported it: torch does not need numpy."""
     return sys.modules.get("numpy.random")
 
 
 def cuda_index(device: torch.device) -> int:
-    """Return the number of a GPU, of the current one where it is not said."""
+    """Return the index of a GPU; a device without one means the current GPU."""
     return torch.cuda.current_device() if device.index is None else device.index

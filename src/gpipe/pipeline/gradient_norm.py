@@ -13,7 +13,7 @@ from gpipe.pipeline._compat import norm_of_each
 
 
 def name_parameters(layers: nn.ModuleDict) -> dict[str, Tensor]:
-    """Return each parameter once, by `layers.<i>.<name>`: `named_parameters` in less than half of its time."""
+    """Return each parameter once, by `layers.<i>.<name>`: `named_parameters` in less than half the time."""
     found: dict[str, Tensor] = {}
     _name_parameters("layers.", layers, found, set())
     return found
@@ -34,7 +34,7 @@ def compute_norms(
 ) -> list[tuple[str, float]]:
     """Return the name and gradient norm of each parameter that has a gradient; waits for the devices once.
 
-    beside: other numbers, float64, which are read in the same wait and come after the norms.
+    beside: other numbers, float64, which are read in the same wait and returned after the norms.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -52,7 +52,7 @@ def compute_norms(
     names_of: dict[torch.device, list[str]] = {}
     norms_of: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), names in alike.items():
-        wide = torch.float32 if dtype.itemsize == 2 else None  # finite numbers in float16 soon have an infinite norm
+        wide = torch.float32 if dtype.itemsize == 2 else None  # in float16, norms of finite numbers soon overflow
         norms = norm_of_each([gradients[name] for name in names], dtype=wide)
         names_of.setdefault(device, []).extend(names)
         norms_of.setdefault(device, []).append(torch.stack(norms).double())
@@ -61,18 +61,18 @@ def compute_norms(
         names_of.setdefault(number.device, []).append(name)
         norms_of.setdefault(number.device, []).append(number.view(1))
     found: dict[str, float] = {}
-    # The norms of all GPUs are put together on one of them: each that is asked for numbers is waited for.
+    # The norms of all GPUs are collected on one of them, as the host waits for each GPU that it reads from.
     for type_ in {device.type for device in norms_of}:
         devices = [device for device in norms_of if device.type == type_]
         parts = [norm.to(devices[0], non_blocking=True) for device in devices for norm in norms_of[device]]
         names = [name for device in devices for name in names_of[device]]
         found.update(zip(names, torch.cat(parts).tolist(), strict=True))
-    exact = [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
+    exact = [(name, _recompute_if_infinite(found[name], gradient)) for name, gradient in gradients.items()]
     return exact + [(name, found[f"beside {name}"]) for name in beside or {}]
 
 
-def _exact(norm: float, gradient: Tensor) -> float:
-    """Return a norm; where it is not finite, the one in double precision: perhaps only a square was too large."""
+def _recompute_if_infinite(norm: float, gradient: Tensor) -> float:
+    """Return a norm; if it is not finite, recompute it in double precision: perhaps only a square overflowed."""
     if math.isfinite(norm):
         return norm
     wide = torch.complex128 if gradient.is_complex() else torch.float64
@@ -80,20 +80,20 @@ def _exact(norm: float, gradient: Tensor) -> float:
 
 
 def join_parts(parts: Sequence[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
-    """Return the norm of each gradient that replicas share out, from the norms of their parts."""
+    """Return the norm of each gradient that replicas shard, from the norms of its shards."""
     return [(same[0][0], math.sqrt(math.fsum(norm * norm for _, norm in same))) for same in zip(*parts, strict=True)]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process has of a tensor that replicas share out; any other tensor as it is."""
-    if type(tensor) is Tensor:  # to ask for an attribute that is not there takes ten times as long
+    """Return this process's shard of a tensor that replicas shard; any other tensor as it is."""
+    if type(tensor) is Tensor:  # looking for an attribute that is not there takes ten times as long
         return tensor
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def sort_by_layer(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
-    """Merge the norms of all processes, whose layers are not neighbours in an interleaved schedule.
+    """Merge the norms of all processes, whose layers are not consecutive in an interleaved schedule.
 
     Names are layers.<index>.<name>; within a layer the order is kept.
     """
@@ -122,7 +122,7 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and (part := local_part(parameter.grad)) is not parameter.grad:
-            part.mul_(max_norm / (norm + 1e-6))  # as clip_grads_with_norm_, which does not know parts
+            part.mul_(max_norm / (norm + 1e-6))  # as clip_grads_with_norm_, which does not know shards
             continue
         by_device.setdefault(parameter.device, []).append(parameter)
     for device, group in by_device.items():

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from gpipe.pipeline._compat import multiply_each
 
-_LEAST_SCALE = 2.0**-126  # the least normal number of float32, whose gradients would be rounded below
+_LEAST_SCALE = 2.0**-126  # the smallest normal number of float32; below it gradients would be rounded
 
 
 class GradientScaler:
     """Multiplies the loss of training steps by a scale, and divides the gradients of all stages by it.
 
     A step in which a gradient is infinite or not a number is skipped: no process has a gradient after it, so no
-    optimizer changes anything, and the scale falls. After enough other steps it rises. Every process has a scaler of
-    its own; they stay equal. Between two steps without zeroing, a skipped step also loses the gradients before it.
+    optimizer changes anything, and the scale falls. After enough other steps it rises. Every process has its own
+    scaler; they stay equal. If gradients are added up over several steps, a skipped step loses those before it too.
 
     Args:
-        scale: at first; a power of two changes no bit of a gradient.
-        growth_factor: by which it rises.
-        backoff_factor: by which it falls.
-        growth_interval: after how many steps in a row it rises; math.inf: never.
+        scale: the initial scale; a power of two does not change the bits of gradients.
+        growth_factor: the factor by which it rises.
+        backoff_factor: the factor by which it falls.
+        growth_interval: the number of steps in a row after which it rises; math.inf: never.
 
     Raises:
         ValueError: a number is out of its range.
@@ -62,18 +62,18 @@ class GradientScaler:
         self.num_skipped = 0
 
     def scale_earlier(self, parameters: Iterable[Tensor]) -> None:
-        """Multiply the gradients of earlier steps, to which scaled ones are about to be added."""
+        """Scale the gradients of earlier steps, to which scaled ones will be added."""
         _multiply(parameters, self.scale)
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Divide the gradients."""
+        """Divide the gradients by the scale."""
         _multiply(parameters, 1 / self.scale)
 
     def update(self, *, is_skipped: bool) -> None:
         """Adapt the scale after a step.
 
         Raises:
-            ValueError: so many steps were skipped that it vanishes: the scale is not what is wrong with the gradients.
+            ValueError: so many steps were skipped that the scale vanishes: it is not what makes gradients infinite.
         """
         self._num_steps = 0 if is_skipped else self._num_steps + 1
         self.num_skipped += is_skipped
@@ -82,8 +82,8 @@ class GradientScaler:
             if self.scale < _LEAST_SCALE:
                 raise ValueError(
                     f"the scale has fallen below {_LEAST_SCALE:g} after {self.num_skipped} skipped steps, and "
-                    "gradients are still not finite; look for the first with Pipeline.first_non_finite, or train "
-                    "without a scaler"
+                    "gradients are still not finite; find the first such layer with Pipeline.first_non_finite, or "
+                    "train without a scaler"
                 )
         elif self._num_steps == self._growth_interval:
             self.scale, self._num_steps = min(self.scale * self._growth_factor, 2.0**126), 0
@@ -93,15 +93,15 @@ class GradientScaler:
         return {"scale": self.scale, "num_steps": self._num_steps, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: its scale is none.
+            ValueError: the saved scale is not finite and above 0.
         """
         if not 0 < (scale := float(state["scale"])) < math.inf:
-            raise ValueError(f"the saved scale is {scale}; it must be finite and above 0: go on without that state")
+            raise ValueError(f"the saved scale is {scale}; it must be finite and above 0: resume without that state")
         self.scale, self._num_steps = scale, int(state["num_steps"])
-        self.num_skipped = int(state.get("num_skipped", 0))  # which earlier versions did not count
+        self.num_skipped = int(state.get("num_skipped", 0))  # earlier versions did not count them
 
 
 def _multiply(parameters: Iterable[Tensor], factor: float) -> None:

@@ -27,15 +27,15 @@ def materialize(
 ) -> nn.Module:
     """Put a layer on `device`; if it was described on the meta device, draw its initial weights first.
 
-    They are a function of (seed, index). Each submodule's own `reset_parameters` draws them, on the CPU whatever the
-    device, children before their parent as when they were made. The global generators are left as they were.
+    They are a function of (seed, index). Each submodule's own `reset_parameters` draws them, always on the CPU and
+    children before their parent, as when they were constructed. The global generators are restored.
 
     Args:
         layer: changed in place.
         index: the layer's position in the whole model.
         seed: of the run.
         device: where the layer will compute.
-        given: values of some parameters, by name, which take the place of those that are drawn.
+        given: values of some parameters, by name, which replace those that are drawn.
 
     Raises:
         ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them all; or
@@ -48,7 +48,7 @@ def materialize(
         with preserved_generators([_CPU]), torch.no_grad():
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 if tensor.is_floating_point():
-                    tensor.fill_(math.nan)  # so that a tensor that nothing fills is found
+                    tensor.fill_(math.nan)  # so that a tensor that nothing fills is noticed
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
             values = {layer.get_parameter(key): value for key, value in (given or {}).items()}
             _reset(layer, name, values)
@@ -59,13 +59,13 @@ def materialize(
 
 
 def replace_parameter(layer: nn.Module, old: Parameter, new: Parameter) -> None:
-    """Put `new` wherever a layer has `old`."""
+    """Replace `old` by `new` everywhere in a layer."""
     for module, name in _find_uses(layer)[old]:
         setattr(module, name, new)
 
 
 def _find_uses(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]:
-    """Return the modules that use each parameter of a layer, and under which names."""
+    """Return the modules that use each parameter of a layer, and its names there."""
     uses: dict[Parameter, list[tuple[nn.Module, str]]] = {}
     for module in layer.modules():
         for name, parameter in module._parameters.items():
@@ -75,7 +75,7 @@ def _find_uses(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]
 
 
 def _to_empty(layer: nn.Module) -> None:
-    """Give a layer memory on the CPU; unlike in torch, one parameter in several of its places stays one."""
+    """Give a layer memory on the CPU; unlike with torch's `to_empty`, a parameter in several places stays one."""
     uses = _find_uses(layer)
     layer.to_empty(device=_CPU)
     for (module, name), *others in uses.values():
@@ -110,6 +110,6 @@ def _refuse_unfilled(layer: nn.Module, name: str) -> None:
     for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
         if bool(tensor.isnan().any()):
             raise ValueError(
-                f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; fill it in the "
-                "one of its module, or build the model on the CPU"
+                f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; fill it in its "
+                "module's, or build the model on the CPU"
             )

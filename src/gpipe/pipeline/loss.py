@@ -13,30 +13,30 @@ from gpipe.pipeline.refusals import check_scalars, refuse_different, refuse_leav
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
-"""(outputs, targets) of a micro-batch -> its mean loss, a scalar; or (loss, scalars by name) to be averaged alike."""
+"""(outputs, targets) of a micro-batch -> its mean loss, a scalar; or (loss, scalars by name), all averaged alike."""
 
 LossWeight = Callable[[Any], float]
-"""Targets of a micro-batch -> how much its mean loss counts, such as its number of tokens."""
+"""Targets of a micro-batch -> the weight of its mean loss, such as its number of tokens."""
 
 
 class MiniBatchLoss:
     """Computes the loss of one mini-batch, micro-batch by micro-batch, in the last stage.
 
     Args:
-        weight: how much a micro-batch counts; None: by its number of examples.
-        sizes: examples of each micro-batch.
+        weight: how much a micro-batch counts; None: its number of examples.
+        sizes: the number of examples of each micro-batch.
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.
-        given: what every replica must give to the step alike; "scaler.scale" also multiplies the loss.
+        given: the step's arguments that must be the same on every replica; "scaler.scale" also multiplies the loss.
         outputs: where to put the outputs of each micro-batch; None: nowhere.
-        shards_replicas: whether the replicas exchange weights in each backward, which then none may leave out.
+        shards_replicas: whether the replicas exchange weights in each backward, so that none may skip one.
 
     Attributes:
         known: the parameters that the next loss may depend on; None: any.
 
     Raises:
-        TypeError: a weight is no number.
-        ValueError: the weights are not positive in sum, or another replica was given something else.
+        TypeError: a weight is not a number.
+        ValueError: the sum of the weights is not positive, or another replica was given something else.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class MiniBatchLoss:
         A micro-batch of weight 0, such as one of padding only, contributes nothing, even where its mean is 0 / 0.
 
         Raises:
-            TypeError: the loss function returned something other than a scalar, or than a scalar and scalars by name.
+            TypeError: the loss function returned neither a scalar nor a scalar and scalars by name.
             ValueError: a metric is called "loss", another micro-batch had other metrics, or the loss depends on
-                something to train that nobody would.
+                something trainable that the pipeline would not train.
         """
         taken = Payload.of(outputs)
         if self._outputs is not None:
@@ -107,15 +107,15 @@ class MiniBatchLoss:
         return share
 
     def refuse_without_gradient(self) -> None:
-        """Refuse a loss that gave none of the outputs a gradient, in no micro-batch: nothing would be trained."""
+        """Refuse a loss that gave no output a gradient in any micro-batch: nothing would be trained."""
         if self._lacks_gradient:
             raise ValueError(
                 "the loss has no gradient with respect to the outputs, so nothing would be trained; do not detach "
-                "them, and use operations that can be differentiated"
+                "them, and use differentiable operations"
             )
 
     def totals(self) -> dict[str, float]:
-        """Return this replica's share of the loss, under the name "loss", and metrics; waits for the device once."""
+        """Return this replica's share of the loss, as "loss", and of the metrics; wait for the device once."""
         names = list(next(iter(self._values.values())))
         rows = [torch.stack([scalars[name].double() for name in names]) for _, scalars in sorted(self._values.items())]
         columns = zip(*torch.stack(rows).tolist(), strict=True)

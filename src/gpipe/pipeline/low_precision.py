@@ -1,10 +1,10 @@
-"""What travels between layers in the low precision of autocast, where the layer that takes it wants that.
+"""Tensors that travel between layers in autocast's low precision, where the receiving layer wants that.
 
     layer 3 --- float32 --- conversion --- bfloat16 ---> layer 4      with every cut, also with none
     [layer 3 --- float32 --- conversion] === bfloat16 ===> [layer 4]  half the bytes over the boundary, both ways
 
-A fully connected layer or a convolution converts its input first of all, so that a conversion before it changes no bit.
-Other layers say that they want it: what they add to their input, for one, is then rounded too.
+A fully connected layer or a convolution converts its input first of all, so an earlier conversion changes no bit. Other
+layers must ask for it, since it may change their results: a sum with their input, say, is then rounded too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _CONVERT_FIRST = {
 
 
 def wants_low_precision(layer: nn.Module) -> bool:
-    """Return whether a layer wants its input in autocast's precision: as its attribute of this name says, if it has it.
+    """Return whether a layer wants its input in autocast's precision.
 
-    Else those layers do that convert their input themselves before they do anything else with it.
+    If it has an attribute of this name, that decides. Otherwise layers want it that first convert their input anyway.
     """
     if (said := getattr(layer, "wants_low_precision", None)) is not None:
         return bool(said)
     if type(layer) is nn.Sequential and len(layer) > 0:
         return not _has_hooks(layer) and wants_low_precision(layer[0])
-    # Padding that repeats values adds up their gradients, in the precision that it has.
+    # Padding that repeats values adds up their gradients, in the input's precision.
     is_plain = getattr(layer, "padding_mode", "zeros") == "zeros" and "forward" not in vars(layer)
     return type(layer) in _CONVERT_FIRST and is_plain and not _has_hooks(layer)
 

@@ -25,17 +25,17 @@ class PayloadError(TypeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """A tensor of a mini-batch whose examples are not its first dimension."""
+    """A tensor of a mini-batch whose examples are not along its first dimension."""
 
     tensor: Tensor
-    dimension: int | None  # None: it has none, and every micro-batch gets all of it
+    dimension: int | None  # that of the examples; None: every micro-batch gets the whole tensor
 
 
 def split_along(tensor: Tensor, dimension: int) -> Any:
-    """Say that a tensor of the inputs or targets has its examples along another dimension than the first.
+    """Mark a tensor of the inputs or targets whose examples are along another dimension than the first.
 
-    A nest with what comes back is given to `Pipeline.train_step` or `Pipeline.evaluate`; layers and the loss see parts
-    of the tensor itself.
+    Put the result into the nest for `Pipeline.train_step` or `Pipeline.evaluate`. Layers and the loss see parts of the
+    tensor itself.
 
     Raises:
         ValueError: the tensor has no such dimension.
@@ -46,9 +46,9 @@ def split_along(tensor: Tensor, dimension: int) -> Any:
 
 
 def replicated(tensor: Tensor) -> Any:
-    """Say that a tensor of the inputs or targets belongs to no example, such as a mask or a table of positions.
+    """Mark a tensor of the inputs or targets that belongs to no example, such as a mask or a table of positions.
 
-    Every micro-batch gets all of it. It travels from stage to stage once per micro-batch, as other tensors do.
+    Every micro-batch gets the whole tensor. It travels from stage to stage once per micro-batch, as other tensors do.
     """
     return Examples(tensor, None)
 
@@ -61,9 +61,9 @@ class Payload:
         tensors: in order of first appearance. A tensor that appears twice in the nest is one entry, so that its
             gradients are summed in one place, in the plain model's order.
         structure: where each tensor stood.
-        differentiable: whether each tensor needs a gradient. The consumer computes it, the producer asks for it.
-        shared: whether each tensor may share memory with another one. Behind a boundary between processes it no longer
-            does, so a change in place would be lost. Empty where none does, or nobody has looked.
+        differentiable: whether each tensor needs a gradient. The producer asks for it, the consumer computes it.
+        shared: whether each tensor may share memory with another. In another process it no longer does, so a change in
+            place would not reach the other tensor. Empty if none does, or before `find_shared`.
     """
 
     tensors: list[Tensor]
@@ -78,7 +78,7 @@ class Payload:
         Raises:
             PayloadError: an entry is neither a dense tensor, None, nor a tuple, list or dict of them.
         """
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:  # what most return
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:  # as from most layers
             return cls([value], 0, [value.requires_grad])
         tensors: list[Tensor] = []
         structure = _flatten(value, tensors, {}, "the payload", None)
@@ -86,14 +86,14 @@ class Payload:
 
     @classmethod
     def of_gradients(cls, gradients: tuple[Tensor | None, ...]) -> Payload:
-        """Return what `of` does: at once for one gradient, which is all that most stages have."""
+        """Return what `of` does, faster for a single gradient, which is all that most stages have."""
         if len(gradients) == 1 and (only := gradients[0]) is not None and only.layout is torch.strided:
             return cls([only], _ALONE, [only.requires_grad])
         return cls.of(gradients)
 
     @classmethod
     def of_mini_batch(cls, value: Any, what: str = "example") -> tuple[Payload, list[int | None]]:
-        """Take inputs or targets apart, and find along which dimension of each tensor the examples are."""
+        """Take inputs or targets apart, and find the dimension of each tensor along which its examples are."""
         tensors: list[Tensor] = []
         dimensions: list[int | None] = []
         structure = _flatten(value, tensors, {}, what, dimensions)
@@ -112,7 +112,7 @@ class Payload:
         return [tensor for tensor, is_wanted in zip(self.tensors, self.differentiable, strict=True) if is_wanted]
 
     def replace_differentiable(self, tensors: Iterable[Tensor]) -> Payload:
-        """Return the same payload with others in the place of the tensors that need a gradient."""
+        """Return the same payload with other tensors in place of those that need a gradient."""
         others = iter(tensors)
         pairs = zip(self.tensors, self.differentiable, strict=True)
         return self.replace([next(others) if is_wanted else tensor for tensor, is_wanted in pairs])
@@ -124,11 +124,11 @@ class Payload:
         return self.replace([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
     def detach(self) -> Payload:
-        """Return the same payload without a history."""
+        """Return the same payload, detached from its graph."""
         return self.replace([tensor.detach() for tensor in self.tensors])
 
     def find_shared(self, before: Payload) -> None:
-        """Look for tensors that share memory: with each other, or with one of `before` that did so there."""
+        """Find the tensors that share memory with each other, or with one that is shared in `before`."""
         if len(self.tensors) < 2 and not before.shared:
             return
         num = len(self.tensors)
@@ -151,7 +151,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors back where `structure` says that they stood."""
+    """Rebuild a nest from its structure and its tensors."""
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -166,7 +166,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 def _flatten(
     value: Any, tensors: list[Tensor], positions: dict[int, int], path: str, dimensions: list[int | None] | None
 ) -> Structure:
-    """Take a nest apart; only with `dimensions`, which are those of the examples, may it say what they are."""
+    """Take a nest apart; only with `dimensions`, which gets those of the examples, may it contain `Examples`."""
     dimension: int | None = 0
     if isinstance(value, Examples) and dimensions is not None:
         value, dimension = value.tensor, value.dimension
@@ -177,7 +177,7 @@ def _flatten(
                 f"{path} is a tensor of layout {kind}; only dense tensors travel between layers: call .{call} in the "
                 "layer that makes it"
             )
-        # The caller's nest keeps every tensor alive meanwhile, so an id cannot be used twice.
+        # The caller's nest keeps every tensor alive meanwhile, so no id is reused.
         position = positions.setdefault(id(value), len(tensors))
         if position == len(tensors):
             tensors.append(value)
@@ -185,8 +185,8 @@ def _flatten(
                 dimensions.append(dimension)
         elif dimensions is not None and dimensions[position] != dimension:
             raise ValueError(
-                f"{path} appears twice, and its examples are said to be in dimension "
-                f"{dimensions[position]} and {dimension}; say the same for both"
+                f"{path} appears twice, with its examples along dimension {dimensions[position]} and along "
+                f"{dimension}; mark both alike"
             )
         return position
     if value is None:
@@ -222,7 +222,7 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def find_batch_size(value: Any, what: str) -> int:
-    """Return the number of examples of a nest: the length of the first dimension, or of that which it says.
+    """Return the number of examples of a nest: the length of the first dimension, or of the one that is marked.
 
     Raises:
         ValueError: there is no tensor, a tensor without dimensions, an empty batch, or two different lengths.
@@ -249,10 +249,10 @@ def split(value: Any, sizes: Sequence[int]) -> list[Payload]:
         tensor.split(list(sizes), dimension) if dimension is not None else [tensor] * len(sizes)
         for tensor, dimension in zip(payload.tensors, dimensions, strict=True)
     ]
-    # `.data` has no history, and changes that autograd counts by itself: a layer that changes one micro-batch in place
-    # must not make what it saved of another one look changed.
+    # `.data` is detached and counts its own changes: a layer that changes one micro-batch in place must not make what
+    # autograd saved of another one look changed.
     nothing = [False] * len(parts)
-    # Examples may lie in each other's memory, as those of `expand` and `unfold` do.
+    # Examples may overlap in memory, as those of `expand` and `unfold` do.
     shared = [d is None or t.nbytes > _span(t) for t, d in zip(payload.tensors, dimensions, strict=True)]
     shared = shared if any(shared) else []
     return [Payload([part[i].data for part in parts], payload.structure, nothing, shared) for i in range(len(sizes))]

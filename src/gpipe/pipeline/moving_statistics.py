@@ -1,4 +1,4 @@
-"""The end of a step for batch norms: what the micro-batches saw moves the averages once, as one mini-batch would."""
+"""The end of a step for batch norms: the micro-batches' statistics move the averages once, as one mini-batch would."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) -> None:
-    """Move the moving averages by the statistics of the whole mini-batch, once, and forget those.
+    """Move the moving averages once, by the statistics of the whole mini-batch, and forget the statistics.
 
-    Statistics are combined in float64. All layers of a device are worked on at once: one by one, their small vectors
-    would cost more than the sums.
+    They are combined in float64, for all layers of a device at once: one by one, the overhead of small vectors would
+    exceed the work.
 
     Args:
-        norms: of one or several devices; with replicas, of one.
+        norms: of one or more devices; with several replicas, of one.
         replicas: the processes that hold the same layers. The mini-batch is then that of all replicas, and each gets
             the same moving averages.
 
     Raises:
-        LostPeer, PipelineError: another replica is gone, failed or hangs.
+        LostPeer, PipelineError: another replica is gone, has failed or hangs.
     """
     has_others = replicas is not None and replicas.count > 1
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
@@ -44,7 +44,7 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) ->
             parts = [torch.empty_like(moments) for _ in range(replicas.count)]
             with replicas.exchange():
                 dist.all_gather(parts, moments.contiguous(), group=replicas.group)
-            if not all(norm.seen for norm in group):  # a number is asked for
+            if not all(norm.seen for norm in group):  # `_update` then reads numbers
                 replicas.wait_for_devices()
             counts, means, within = torch.stack(parts).unbind(1)
             moments = combine(counts, means, within.sum(0))
@@ -60,8 +60,8 @@ def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     found: dict[int, Tensor] = {}
     for length, positions in by_length.items():
         group = [norms[position] for position in positions]
-        sizes = [_running(norm)[0].numel() for norm in group]
-        device = _running(group[0])[0].device
+        sizes = [_get_averages(norm)[0].numel() for norm in group]
+        device = _get_averages(group[0])[0].device
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
         else:
@@ -82,7 +82,7 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
     Args:
         counts: of each part: [parts, channels].
         means: likewise.
-        within: the summed squared deviations of all parts, each from its own mean: [channels].
+        within: the squared deviations from each part's own mean, summed over all parts: [channels].
 
     Returns:
         Count, mean and sum of squared deviations: [3, channels].
@@ -93,18 +93,18 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
 
 
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
-    sizes = [_running(norm)[0].numel() for norm in norms]
+    sizes = [_get_averages(norm)[0].numel() for norm in norms]
     count, mean, deviations = moments
     if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         used = (count[starts] > 0).tolist()
         kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
         norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
-        sizes, (count, mean, deviations) = [_running(norm)[0].numel() for norm in norms], moments
+        sizes, (count, mean, deviations) = [_get_averages(norm)[0].numel() for norm in norms], moments
     if not norms:
         return
     factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
-    means, variances = zip(*(_running(norm) for norm in norms), strict=True)
+    means, variances = zip(*(_get_averages(norm) for norm in norms), strict=True)
     values = torch.stack([mean, deviations / (count - 1)])
     moved = torch.lerp(torch.cat(means + variances).double().view_as(values), values, factors)
     copy_to_each(means + variances, moved.view(-1).split(sizes * 2))
@@ -122,7 +122,7 @@ def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
     ]
 
 
-def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
+def _get_averages(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
     mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
     assert mean is not None and variance is not None
     return mean, variance

@@ -1,4 +1,4 @@
-"""A context that does nothing. One serves all: to make one takes longer than to enter it, and a task enters several."""
+"""A context that does nothing. All share it: making one takes longer than entering it, and a task enters several."""
 
 from contextlib import nullcontext
 

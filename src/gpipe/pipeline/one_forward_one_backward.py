@@ -49,12 +49,12 @@ def interleaved_one_forward_one_backward(
         device 1      F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
 
     Micro-batches go in rounds of at most P: each device runs a round through its first stage, then through its second.
-    Where M is not a multiple of P, the last round is smaller, and a device runs fewer forwards ahead. With Megatron's
-    number, which assumes full rounds, devices would wait for each other for ever.
+    If M is not a multiple of P, the last round is smaller, and a device runs fewer forwards ahead: Megatron's number
+    assumes full rounds, and devices would wait for each other for ever.
     """
     check_stages_per_device("interleaved_1f1b", num_stages, stages_per_device)
     num_devices = num_stages // stages_per_device
-    # Running ahead hides the time of the transfers, and takes memory.
+    # Running ahead hides the transfers, at the cost of memory.
     eagerness = 2 if num_microbatches % num_devices == 0 else 1
     return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_devices, eagerness=eagerness)
 
@@ -62,9 +62,9 @@ def interleaved_one_forward_one_backward(
 def _in_turns(
     num_stages: int, num_microbatches: int, rematerialize: Rematerialization, *, num_devices: int, eagerness: int
 ) -> StepSchedule:
-    """Return some forwards of each device, then forwards and backwards alternately, then the remaining backwards.
+    """Return each device's first forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    The last device runs ahead through all its stages but one; each device before it runs `eagerness` forwards more.
+    The last device runs ahead through all its stages but one; each earlier device runs `eagerness` more forwards ahead.
     """
     schedule = []
     for device in range(num_devices):

@@ -1,4 +1,4 @@
-"""The outputs of a mini-batch, put together from those of its micro-batches."""
+"""The outputs of a mini-batch, concatenated from those of its micro-batches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpipe.pipeline.microbatch import Payload, unflatten
 
 
 def merge(payloads: Sequence[Payload], sizes: Sequence[int], dimension: int = 0) -> Any:
-    """Concatenate the outputs of the micro-batches of one mini-batch, of given sizes, along the examples' dimension.
+    """Concatenate the outputs of the micro-batches of one mini-batch along the examples' dimension.
 
     Raises:
-        ValueError: the outputs are not nested alike, one lacks the dimension, or of several one is not as long there as
-            its micro-batch has examples.
+        ValueError: the outputs are not nested alike, an output lacks the dimension, or its length there is not its
+            micro-batch's size (where there are several).
     """
     first = payloads[0]
     if any(payload.structure != first.structure for payload in payloads):
@@ -24,16 +24,16 @@ def merge(payloads: Sequence[Payload], sizes: Sequence[int], dimension: int = 0)
         raise ValueError("an output is a scalar, which cannot be concatenated: return one number per example")
     if short := [tensor for tensor in first.tensors if tensor.ndim <= dimension]:
         raise ValueError(
-            f"an output has the shape {tuple(short[0].shape)}, but output_dimension={dimension} says that its examples "
-            "are in a dimension that it does not have; change the one or the other"
+            f"an output has the shape {tuple(short[0].shape)}, but output_dimension is {dimension}, which it lacks; "
+            "change one of the two"
         )
     for payload, size in zip(payloads, sizes, strict=True):
         for tensor in payload.tensors:
             if len(payloads) > 1 and tensor.shape[dimension] != size:
                 raise ValueError(
-                    f"an output has the shape {tuple(tensor.shape)} for a micro-batch of {size} examples; outputs need "
-                    f"the examples in dimension {dimension} to be put together: let the last layer return them so, or "
-                    "set output_dimension"
+                    f"an output has the shape {tuple(tensor.shape)} for a micro-batch of {size} examples; outputs are "
+                    f"concatenated along dimension {dimension}, so it must have the examples: let the last layer "
+                    "return them there, or set output_dimension"
                 )
     columns = zip(*(payload.tensors for payload in payloads), strict=True)
     return unflatten(first.structure, [torch.cat(column, dimension) for column in columns])

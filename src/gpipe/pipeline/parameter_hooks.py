@@ -1,6 +1,6 @@
-"""What users hang on parameters: hooks, which are called once per step, with the gradient of the whole mini-batch.
+"""Users' hooks of parameters, called once per step with the gradient of the whole mini-batch.
 
-With a gradient scaler it is the scaled one, as with torch's.
+With a gradient scaler they see the scaled gradient, as with torch's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Hooks = dict[Any, Callable[[Tensor], Any]]
 
 
 class _Taken(NamedTuple):
-    """A parameter without its hooks, and what it had."""
+    """A parameter whose hooks were taken away, and what it had."""
 
     parameter: Parameter
     on_gradient: Hooks
     after: Hooks
-    before: Tensor | None  # the gradient of steps that nobody has zeroed
+    before: Tensor | None  # the gradient of earlier steps, which was not zeroed
 
 
 class ParameterHooks:
-    """Takes the hooks of parameters away for the time of a step, and calls them at its end.
+    """Takes the hooks of parameters away during a step, and calls them at its end.
 
-    Autograd would call them once per micro-batch, with a part of the gradient; the plain model has one backward.
+    Autograd would call them once per micro-batch, with part of the gradient; the plain model has one backward.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class ParameterHooks:
 
     @torch.no_grad()
     def call(self) -> None:
-        """Give the hooks back, and call those of the parameters that have got a gradient."""
+        """Give the hooks back, and call those of the parameters that have a gradient."""
         _give_back(self._taken)
-        while self._taken:  # what a hook's error leaves is for `give_back`
+        while self._taken:  # if a hook fails, `give_back` handles the rest
             parameter, on_gradient, after, before = self._taken.pop()
             if (gradient := parameter.grad) is None:
                 parameter.grad = before
@@ -61,7 +61,7 @@ class ParameterHooks:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give the hooks back after a step that failed, without a call."""
+        """Give the hooks back after a step that failed, without calling them."""
         taken, self._taken = self._taken, []
         _give_back(taken)
         for parameter, _, _, before in taken:

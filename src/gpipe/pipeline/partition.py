@@ -13,7 +13,7 @@ def check_partitions(partitions: Sequence[int], num_layers: int) -> None:
     """Refuse numbers of layers that do not cut `num_layers` layers into non-empty partitions.
 
     Raises:
-        TypeError: `partitions` is no sequence, such as the number of partitions alone.
+        TypeError: `partitions` is not a sequence, but for example the number of partitions.
         ValueError: no partition, one that is not a positive whole number, or a sum other than `num_layers`.
     """
     remedy = f"give positive whole numbers that sum to the {num_layers} layers, as partition_layers returns them"

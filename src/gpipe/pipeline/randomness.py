@@ -1,4 +1,4 @@
-"""Compute random numbers as a function of integers, so that no generator state has to be remembered."""
+"""Compute seeds as a function of integers, so that no generator state has to be saved."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _START = 0x9E3779B97F4A7C15
 
 
 def derive_seed(*keys: int, state: int = _START) -> int:
-    """Return a seed of 32 bits that is a pure function of the keys, in their order.
+    """Return a seed of 32 bits that is a pure function of the keys and their order.
 
-    state: what `mix_keys` made of the keys before them.
+    state: what `mix_keys` returned for the keys before these.
 
-    Torch's CPU generator reads no more than 32 bits of a seed. The mixing is the finaliser of SplitMix64 (Steele et
-    al., OOPSLA 2014), once per key.
+    Torch's CPU generator uses only 32 bits of a seed. The mixing is the finaliser of SplitMix64 (Steele et al., OOPSLA
+    2014), once per key.
     """
     return mix_keys(*keys, state=state) >> 32
 
 
 def mix_keys(*keys: int, state: int = _START) -> int:
-    """Return the state of 64 bits that some keys lead to, for seeds that begin with the same ones."""
+    """Return the state of 64 bits after these keys, from which seeds that begin with them can be derived."""
     for key in keys:
         state = (state + (key & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -37,13 +37,13 @@ def mix_keys(*keys: int, state: int = _START) -> int:
 
 
 def seed_generators(seed: int, device: torch.device, *, host: bool = True, others: bool = True) -> None:
-    """Seed the global generators that a layer on `device` draws from: torch's and, unless not wanted, the others.
+    """Seed the global generators that a layer on `device` draws from.
 
     Args:
         seed: for all of them.
         device: of the layer.
-        host: whether those of the host are seeded too, which all threads share: torch's for the CPU, and the others.
-        others: Python's and numpy's. To seed them takes 1 % of a step of small layers.
+        host: whether to seed the host's generators too, which all threads share: torch's for the CPU, and the others.
+        others: whether to seed Python's and numpy's among them. That takes 1 % of a step of small layers.
     """
     if host:
         torch.default_generator.manual_seed(seed)
@@ -58,7 +58,7 @@ def seed_generators(seed: int, device: torch.device, *, host: bool = True, other
 def can_draw_from_others(module: nn.Module) -> bool:
     """Return whether a module's own code, without that of its submodules, may draw from Python's or numpy's generator.
 
-    Layers of torch, torchvision, timm and our own do not. What a user wrote may: a class, a hook, a forward put on an
+    Layers of torch, torchvision, timm and this package do not. A user's code may: a class, a hook, a forward put on an
     instance.
     """
     return not _is_known(type(module)) or has_own_code(module)  # type: ignore[arg-type]  # classes can be hashed

@@ -1,6 +1,7 @@
-"""Whether a recomputation gives what the forward gave: compared layer by layer, to look for faults.
+"""Compare each recomputation with its forward, layer by layer, to look for faults.
 
-The next stage has computed with the outputs that were sent. Gradients of others are wrong, and nothing else tells.
+The next stage has computed with the forward's outputs. If the recomputed ones differ, the gradients are wrong, and
+nothing else shows it.
 """
 
 from __future__ import annotations
@@ -18,27 +19,26 @@ class RecomputationCheck:
         self._forwards: dict[tuple[int, int], list[int]] = {}
 
     def note(self, micro_batch: int, layer: int, outputs: Sequence[Tensor]) -> None:
-        """Note what a forward gave that will be recomputed."""
+        """Note the outputs of a forward that will be recomputed."""
         self._forwards[micro_batch, layer] = [_hash(tensor) for tensor in outputs]
 
     def compare(self, micro_batch: int, layer: int, outputs: Sequence[Tensor]) -> None:
-        """Compare what a recomputation gave; a micro-batch that was not noted is not compared.
+        """Compare the outputs of a recomputation; a micro-batch that was not noted is not compared.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: they differ from those of the forward.
         """
         expected = self._forwards.pop((micro_batch, layer), None)
         if expected is None or (found := [_hash(tensor) for tensor in outputs]) == expected:
             return
         raise ValueError(
-            f"the recomputed outputs have the hashes {found}, but those of the forward, with which the next stage has "
-            f"computed, had {expected}; let the layer draw random numbers only in its forward, keep no state that a "
-            "forward changes but buffers, and use deterministic kernels (trainer.deterministic=true), or set "
-            "rematerialize='never'"
+            f"the recomputed outputs have the hashes {found}, but those of the forward, which the next stage has used, "
+            f"had {expected}; let the layer draw random numbers only in its forward, keep state that a forward changes "
+            "only in buffers, and use deterministic kernels (trainer.deterministic=true), or set rematerialize='never'"
         )
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all forwards."""
         self._forwards.clear()
 
 
@@ -48,7 +48,7 @@ _ODD = 0x2545F4914F6CDD1D  # spreads bits over 64; from Marsaglia's generators
 
 @torch.no_grad()
 def _hash(tensor: Tensor) -> int:
-    """Return a number for a tensor's bits and their places; torch.hash_tensor is blind to places and to pairs."""
+    """Return a number for a tensor's bits and their places; torch.hash_tensor misses swapped and repeated values."""
     bits = tensor.resolve_conj().resolve_neg().contiguous().flatten()
     bits = bits.view(_INTEGERS.get(tensor.itemsize, torch.int64)).long()
     mixed = bits * _ODD

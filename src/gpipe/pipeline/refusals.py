@@ -1,4 +1,4 @@
-"""What a pipeline would ignore, and therefore refuses."""
+"""What a pipeline would ignore, and so refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOOKS = (
 def check_numbers(
     num_microbatches: Any, output_dimension: Any, seed: Any, stages_per_device: Any, timeout_seconds: Any
 ) -> None:
-    """Refuse settings of a pipeline that are not the numbers that they should be."""
+    """Refuse settings of a pipeline that are not valid numbers."""
     if type(num_microbatches) is not int or num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
     if type(output_dimension) is not int or output_dimension < 0:
@@ -43,7 +43,7 @@ def check_numbers(
 
 
 def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str) -> None:
-    """Refuse parameters whose gradients have another type than they have, where gradients of several processes meet.
+    """Refuse parameters whose gradients have another type, where several processes combine gradients.
 
     Args:
         parameters: by name.
@@ -52,16 +52,16 @@ def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str)
     for name, parameter in parameters:
         if parameter.requires_grad and parameter.grad_dtype is not parameter.dtype:
             raise ValueError(
-                f"{name} is of the type {parameter.dtype}, and its gradient, {why}, of {parameter.grad_dtype}; leave "
-                "its grad_dtype as it was"
+                f"{name} has the type {parameter.dtype}, but its gradient, {why}, has {parameter.grad_dtype}; do not "
+                "change its grad_dtype"
             )
 
 
 def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
-    """Refuse layers and a loss that a pipeline would not run or train as their owner expects, and what is no function.
+    """Refuse layers and a loss that a pipeline would not run or train as expected, and functions that are not callable.
 
     Raises:
-        TypeError, ValueError: naming what of them it would ignore.
+        TypeError, ValueError: names what it would ignore.
     """
     for name, function in functions.items():
         if not (function is None or callable(function)):
@@ -73,10 +73,10 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
 
 
 def refuse_own_behaviour(layers: Any) -> None:
-    """Refuse what is no sequence, or does more than to run its layers: a stage runs only some of them.
+    """Refuse what is not a sequence, or does more than run its layers: a stage runs only some of them.
 
     Raises:
-        TypeError: it is something else, or has a forward of its own.
+        TypeError: it is not a sequence, or has a forward of its own.
         ValueError: it has hooks, parameters or buffers of its own.
     """
     name = type(layers).__name__
@@ -97,16 +97,16 @@ def refuse_own_behaviour(layers: Any) -> None:
 
 
 def refuse_no_sequence(layers: Any) -> None:
-    """Refuse what is no sequence of layers."""
+    """Refuse what is not a sequence of layers."""
     if not isinstance(layers, nn.Sequential):
         raise TypeError(
-            f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, such as "
-            "gpipe.as_layers makes of any module"
+            f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers, which "
+            "gpipe.as_layers makes from any module"
         )
 
 
 def refuse_hooks(layers: nn.Sequential) -> None:
-    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them, nor compiled code."""
+    """Refuse hooks on the sequence itself, and a compiled sequence, at any time: stages run only the layers."""
     _refuse_compiled(layers)
     if any(getattr(layers, kind) for kind in _HOOKS):
         raise ValueError(
@@ -123,7 +123,7 @@ def _refuse_compiled(layers: nn.Module) -> None:
 
 
 def refuse_parameters_of_loss(loss: Any) -> None:
-    """Refuse a loss with something to train: nothing would average, clip or save its gradients."""
+    """Refuse a loss with trainable parameters: nothing would average, clip or save their gradients."""
     if not callable(loss):
         raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -136,7 +136,7 @@ def refuse_parameters_of_loss(loss: Any) -> None:
 
 
 def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tensor]) -> None:
-    """Refuse a loss that depends on something to train, wherever it is: in a closure, in another module.
+    """Refuse a loss that depends on a trainable tensor elsewhere, such as in a closure or in another module.
 
     loss: of a micro-batch, with its graph down to the `outputs`.
     known: this process's parameters.
@@ -159,17 +159,17 @@ def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tens
 
 
 def weigh(weight: Callable[[Any], Any], targets: Any) -> float:
-    """Return how much a micro-batch counts, of its targets.
+    """Return how much a micro-batch counts, given its targets.
 
     Raises:
-        TypeError: the weight is no number.
+        TypeError: the weight is not a number.
     """
     found = weight(targets)
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as that of its tokens"
+            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as its number of tokens"
         ) from None
 
 
@@ -177,8 +177,8 @@ def check_scalars(result: Any) -> dict[str, Tensor]:
     """Return the loss, under the name "loss", and the metrics that a loss function returned.
 
     Raises:
-        TypeError: one is no scalar, or the loss is complex.
-        ValueError: the metrics are no dict, or one is called "loss".
+        TypeError: one is not a scalar, or the loss is complex.
+        ValueError: the metrics are not a dict, or one is called "loss".
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.ndim > 0:
@@ -199,31 +199,31 @@ def _describe(value: Any) -> str:
 
 
 def refuse_history(value: Any, what: str) -> None:
-    """Refuse inputs or targets that want a gradient: none comes back to them."""
+    """Refuse inputs or targets that require gradients: none would reach them."""
     if any(tensor.requires_grad for tensor in Payload.of_mini_batch(value, what)[0].tensors):
         raise ValueError(
-            f"the {what} require gradients, and a training step computes none for them; give {what} without a history "
-            "(.detach()), and make what computes them a layer"
+            f"the {what} require gradients, and a training step computes none for them; detach the {what} (.detach()), "
+            "and make what computes them a layer"
         )
 
 
 def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) -> None:
-    """Refuse layers that were put in the place of those that the stages run, or beside them."""
+    """Refuse layers that replaced those that the stages run, or were added to them."""
     if others := [name for name in layers._modules if name not in map(str, own)]:
         raise ValueError(
             f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
-            "make a new Pipeline of all layers"
+            "make a new Pipeline from all layers"
         )
     _refuse_other_layers(layers, own, "pipeline.layers")
 
 
 def refuse_changed_model(layers: nn.Sequential, own: Mapping[int, nn.Module], num_layers: int) -> None:
-    """Refuse hooks of a model that was cut, and layers put in place of those that the stages run, or behind them."""
+    """Refuse hooks on the model after it was cut, and layers that replaced those of the stages, or were appended."""
     refuse_hooks(layers)
     if len(layers) > num_layers:
         raise ValueError(
             f"layer {num_layers} of the model was added after the pipeline was made, so it would not be trained; make "
-            "a new Pipeline of all layers"
+            "a new Pipeline from all layers"
         )
     _refuse_other_layers(layers, own, "the model")
 
@@ -238,10 +238,10 @@ def _refuse_other_layers(layers: nn.Module, own: Mapping[int, nn.Module], where:
 
 
 def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
-    """Refuse to compile into CUDA graphs: a graph's outputs and what it keeps lie where its next run writes.
+    """Refuse to compile into CUDA graphs: a graph's next run overwrites its outputs and what it keeps for backward.
 
     Meanwhile an output may still be on its way to the next stage, and other micro-batches wait for their backward.
-    Torch begins to reuse that memory with the first forward after a backward, which in 1F1B is in the midst of a step.
+    Torch begins to reuse that memory with the first forward after a backward, which in 1F1B is in mid-step.
     """
     asked = {
         "mode": options.get("mode") in ("reduce-overhead", "max-autotune"),
@@ -258,19 +258,19 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
 
 
 def refuse_to_capture(exchanging: Mapping[str, bool]) -> None:
-    """Refuse to run layers as CUDA graphs where they exchange among replicas.
+    """Refuse to run layers as CUDA graphs if they exchange data among replicas.
 
-    exchanging: which settings of the pipeline let layers exchange in the midst of a step.
+    exchanging: by the pipeline's settings, whether each lets layers exchange data within a step.
     """
     for name in (name for name, is_true in exchanging.items() if is_true):
         raise ValueError(
-            f"{name} is True, and layers that exchange among replicas cannot be captured as CUDA graphs; do not use "
-            f"CUDA graphs, or set {name}=False"
+            f"{name} is True, and layers that exchange data among replicas cannot be captured as CUDA graphs; do not "
+            f"use CUDA graphs, or set {name}=False"
         )
 
 
 def refuse_second_way(wanted: str, found: str | None) -> None:
-    """Refuse another way to run layers than the one that was chosen before."""
+    """Refuse a second way to run layers, other than the one already chosen."""
     if found not in (None, wanted):
         raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")
 
@@ -292,7 +292,7 @@ def refuse_unconverted(layers: nn.Module) -> None:
 def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str]) -> None:
     """Refuse embeddings whose gradients or weights depend on all examples of a mini-batch at once, or on other layers.
 
-    tied: the names of the parameters that several layers share, in the whole model.
+    tied: the full names of the parameters that several layers share.
     """
     for name, module in layers.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -304,7 +304,7 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str
             if module.max_norm is not None and num_replicas > 1:
                 raise ValueError(
                     f"layers.{name} has max_norm={module.max_norm}, but each of {num_replicas} replicas would scale "
-                    "other rows, so their weights would differ; set it to None, or use one replica"
+                    "different rows, so their weights would differ; set it to None, or use one replica"
                 )
             if module.max_norm is not None and f"layers.{name}.weight" in tied:
                 raise ValueError(
@@ -314,27 +314,27 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str
 
 
 def refuse_late_parameters(layers: nn.Module) -> None:
-    """Refuse parameters that fully_shard does not know, because they came after the pipeline."""
+    """Refuse parameters that fully_shard does not know, because they were added after the pipeline was made."""
     for name, parameter in layers.named_parameters():
         if not hasattr(parameter, "to_local"):
             raise ValueError(
-                f"layers.{name} came after the pipeline was made, and shard_replicas is True, so replicas would not "
-                "average its gradient; make a new Pipeline of all layers"
+                f"layers.{name} was added after the pipeline was made, and shard_replicas is True, so replicas would "
+                "not average its gradient; make a new Pipeline from all layers"
             )
 
 
 def refuse_sharded(layers: nn.Sequential) -> None:
-    """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients."""
+    """Refuse layers that torch's fully_shard has changed: replicas would average shards as if they were whole."""
     for index, layer in enumerate(layers):
         if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
             raise ValueError(
-                f"layer {index} has parameters that fully_shard shares out; give the pipeline the layer as it was, and "
-                "set shard_replicas=True"
+                f"layer {index} has parameters that fully_shard has sharded; give the pipeline the layer as it was "
+                "before, and set shard_replicas=True"
             )
 
 
 def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, tied: Sequence[str]) -> None:
-    """Refuse to share out weights over replicas where fully_shard cannot.
+    """Refuse to shard weights over replicas where fully_shard cannot.
 
     tied: names of parameters that several layers share.
 
@@ -343,9 +343,9 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
     """
     if any(task.kind is Kind.WEIGHT_GRADIENTS for own in tasks for task in own):
         raise ValueError(
-            f"schedule is {schedule} and shard_replicas is True, but fully_shard lets go of a layer's weights and "
-            "averages their gradients within one backward; choose a schedule that does not split backwards, such as "
-            "gpipe or 1f1b, or set shard_replicas=False"
+            f"schedule is {schedule} and shard_replicas is True, but fully_shard frees a layer's weights and averages "
+            "their gradients within one backward; choose a schedule that does not split backwards, such as gpipe or "
+            "1f1b, or set shard_replicas=False"
         )
     for index, layer in enumerate(layers):
         if is_meta(layer):
@@ -355,7 +355,7 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
     for name, parameter in layers.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"layers.{name} has a hook and shard_replicas is True, but fully_shard makes other parameters of it; "
+                f"layers.{name} has a hook and shard_replicas is True, but fully_shard replaces the parameter; "
                 "register hooks after the pipeline is made"
             )
     if tied:
@@ -382,34 +382,35 @@ def refuse_inference_mode() -> None:
     """Refuse to train where torch lets no tensor have a graph, even within `torch.enable_grad`."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "train_step is called within torch.inference_mode(), where nothing can train; leave that mode first"
+            "train_step was called within torch.inference_mode(), where nothing can train; leave that mode first"
         )
 
 
 def refuse_max_norm(max_norm: float | None) -> None:
-    """Refuse to clip gradients at what is no norm."""
+    """Refuse to clip gradients to an invalid norm."""
     if max_norm is not None and not max_norm >= 0:
-        raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
+        raise ValueError(f"the maximum norm of the gradients is {max_norm}; it must be a number of at least 0")
 
 
 def refuse_scaler(scaler: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Refuse a scaler on which the processes would not agree, such as torch's, and one that float16 weights undo."""
+    """Refuse a scaler on which the processes would not agree, such as torch's; and one that float16 weights defeat."""
     if not isinstance(scaler, GradientScaler | None):
         raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
     for name, parameter in parameters if scaler is not None else ():
         if parameter.requires_grad and parameter.grad_dtype is torch.float16:
             raise ValueError(
-                f"the gradient of {name} is of torch.float16, where what a scaler keeps of it vanishes when it is "
-                "divided; keep weights in float32, and call train_step under torch.autocast('cuda', torch.float16)"
+                f"the gradient of {name} is in torch.float16, where what the scaler saves vanishes again when the "
+                "gradient is divided; keep weights in float32, and call train_step under torch.autocast('cuda', "
+                "torch.float16)"
             )
 
 
 def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse what processes gave to a step, where it differs.
+    """Refuse arguments of a step that differ between processes.
 
     Args:
-        given: by each.
-        where: names the process of a number: "replica {}".
+        given: those of each process.
+        where: names a process by its number: "replica {}".
     """
     for process, other in enumerate(given[1:], 1):
         for name in {**given[0], **other}:
@@ -421,7 +422,7 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored: bool) -> None:
-    """Refuse a layer that changed the input of its stage in place, where that would change something else.
+    """Refuse a layer that changed the input of its stage in place, if something else depends on it.
 
     Args:
         inputs: of the stage.
@@ -431,20 +432,20 @@ def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored
     changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
     if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
         raise ValueError(
-            "the layer changed a tensor of the stage's input in place that shares memory with another one, such as a "
-            "view of it or the same tensor of another micro-batch; behind a boundary the other one would not change: "
+            "the layer changed in place a tensor of the stage's input that shares memory with another one, such as a "
+            "view of it or the same tensor of another micro-batch; across a boundary the other one would not change: "
             "use the layer's out-of-place form (inplace=False), or return a copy of one of the two (.clone()) from the "
             "layer that makes them"
         )
     if is_stored and any(changed):
         raise ValueError(
             "the layer changed the stage's stored input in place, and the recomputation would start from the "
-            "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
+            "changed input; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
         )
 
 
 def refuse_changed_later(inputs: Payload, versions: Sequence[int]) -> None:
-    """Refuse to recompute from what another stage changed in place, as it may where both are in one process.
+    """Refuse to recompute from an input that another stage has changed in place, as it can within one process.
 
     Args:
         inputs: of the stage.

@@ -1,8 +1,8 @@
 """The tasks of a step, device by device: the engine executes them, the simulator times them, the plots draw them.
 
-A device is what works on its own: a process, or a GPU. It has one stage, or several: which ones, its tasks say. A
-device runs its tasks in the order of its list, each as soon as the tasks that it depends on are done. Both ends of a
-boundary see the micro-batches in the same order.
+A device is a process or a GPU that works on its own. It has one or more stages, which its tasks name. It runs its tasks
+in the order of its list, each as soon as the tasks that it depends on are done. Both ends of a boundary see the
+micro-batches in the same order.
 
 In the drawings F is a forward, R a recomputation, B a backward. A column is a moment. This file has GPipe's schedule;
 one_forward_one_backward.py has those that alternate forwards and backwards, zero_bubble.py those that split backwards.
@@ -26,9 +26,9 @@ class Kind(StrEnum):
     INPUT_GRADIENTS = "input_gradients"  # the part of a backward that the stage before waits for
     WEIGHT_GRADIENTS = "weight_gradients"  # the other part
 
-    # Attributes, as they are read several times per task.
-    makes_gradients: bool  # whether the stage before gets gradients from it
-    direction: Kind  # in which its result travels: FORWARD to the next stage, or BACKWARD to the one before
+    # Attributes, not properties: they are read several times per task.
+    makes_gradients: bool  # whether it makes gradients for the stage before
+    direction: Kind  # where its result travels: FORWARD to the next stage, BACKWARD to the one before
     words: str  # its name in a sentence
 
     def __init__(self, value: str) -> None:
@@ -44,12 +44,12 @@ class Rematerialize(StrEnum):
     """Which micro-batches drop their activations after the forward pass and recompute them for the backward pass."""
 
     ALWAYS = "always"
-    EXCEPT_LAST = "except_last"  # keep one whose backward is its device's next task: the last one in GPipe
+    EXCEPT_LAST = "except_last"  # keep those whose backward directly follows their forward: in GPipe, the last one
     NEVER = "never"
 
 
 Rematerialization: TypeAlias = Rematerialize | tuple[int, ...]
-"""One of the modes; or, for each stage, how many graphs of forwards it keeps at once. The others are recomputed."""
+"""A mode; or, for each stage, how many micro-batches' graphs it keeps at once. The others are recomputed."""
 
 
 class Task(NamedTuple):
@@ -86,7 +86,7 @@ def gpipe(
 
 
 def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
-    """Return the forwards alone, for evaluation, where each stage's device is given."""
+    """Return the forwards alone, for evaluation; `placement` is the device of each stage."""
     num_devices = max(placement) + 1
     stages = [[stage for stage, place in enumerate(placement) if place == device] for device in range(num_devices)]
     return [in_rounds(Kind.FORWARD, own, num_microbatches, num_devices) for own in stages]
@@ -101,7 +101,7 @@ def check_stages_divide(num_stages: int, stages_per_device: int) -> None:
     if stages_per_device < 1 or num_stages % stages_per_device != 0:
         raise ValueError(
             f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "
-            "make them a multiple of stages_per_device"
+            "choose a multiple of stages_per_device"
         )
 
 
@@ -109,12 +109,12 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
     """Refuse a number of stages per device that a schedule cannot have.
 
     Raises:
-        ValueError: interleaving needs at least 2, which divide K, ZB-V needs 2, and the other schedules need 1.
+        ValueError: interleaving needs at least 2, ZB-V needs 2, the other schedules 1; and it must divide K.
     """
     least, most, needed = _STAGES_PER_DEVICE.get(schedule, (1, 1, "1"))
     if not least <= stages_per_device <= most:
         raise ValueError(
-            f"stages_per_device is {stages_per_device}, but the schedule {schedule} needs {needed}; set it so, or use "
+            f"stages_per_device is {stages_per_device}, but the schedule {schedule} needs {needed}; change it, or use "
             "another schedule: zb_v needs 2, interleaved_1f1b 2 or more, the others 1"
         )
     check_stages_divide(num_stages, stages_per_device)
@@ -145,10 +145,10 @@ def with_recomputations(tasks: Sequence[Task], rematerialize: Rematerialization)
 
 
 def _find_kept(tasks: Sequence[Task], rematerialize: Rematerialization) -> set[tuple[int, int]]:
-    """Return the (stage, micro-batch) pairs whose forward keeps its graph, of a device's tasks without recomputations.
+    """Return each (stage, micro-batch) whose forward keeps its graph; `tasks` are a device's, without recomputations.
 
-    With a number per stage: whenever a stage would keep one more, it drops the one whose backward comes last. No other
-    choice keeps more of them (Carlisle and Lloyd, 1995, "On the k-coloring of intervals").
+    With a number per stage: whenever a stage would keep one too many, it drops the one whose backward comes last. No
+    other choice keeps more in total (Carlisle and Lloyd, 1995, "On the k-coloring of intervals").
     """
     if rematerialize is Rematerialize.ALWAYS:
         return set()
@@ -199,7 +199,7 @@ def dependencies(task: Task, num_stages: int) -> list[Task]:
 
 
 def cannot_proceed(schedule: StepSchedule, positions: Sequence[int], done: Container[Task]) -> ValueError:
-    """Return the error of a schedule whose devices all wait: it names one task, and the one that it needs.
+    """Return the error for a schedule whose devices all wait: it names one task, and the one that it needs.
 
     Args:
         schedule: the tasks of each device.
@@ -217,15 +217,15 @@ def cannot_proceed(schedule: StepSchedule, positions: Sequence[int], done: Conta
     first, other = (f"{one.kind.value} for stage {one.stage}, micro-batch {one.micro_batch}" for one in (task, needed))
     return ValueError(
         "the schedule cannot proceed: every device waits for a task that no device will run; on device "
-        f"{device}, {first}, needs {other}: let its device run that earlier"
+        f"{device}, {first}, needs {other}: schedule that earlier on its device"
     )
 
 
 def sequential(schedule: StepSchedule) -> list[Task]:
-    """Return one order of all stages' tasks, for a process that plays all stages.
+    """Return all devices' tasks in one order, for a process that plays all stages.
 
-    The devices take turns, as they would in time. A recomputation waits until its backward can follow at once. One
-    process gains nothing by recomputing early, and so never holds two recomputed graphs.
+    The devices take turns, as they would in time. A recomputation waits until its backward can follow at once: one
+    process gains nothing by recomputing early, and this way it never holds two recomputed graphs.
 
     Raises:
         ValueError: a task waits for one that never runs.

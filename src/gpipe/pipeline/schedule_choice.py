@@ -1,4 +1,4 @@
-"""A pipeline's schedule: chosen by name, or a user's own, looked at before it runs; and what of it a process runs."""
+"""A pipeline's schedule, chosen by name or checked if it is a user's own, and the tasks of each process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 
 
 SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
-"""Those whose backwards are in two parts."""
+"""The schedules that split backwards in two."""
 
 StepPlan: TypeAlias = tuple[list[Task], set[tuple[int, int]], dict[int, int]]
 """A process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch."""
@@ -45,10 +45,10 @@ _WHOLE = (
 
 
 def place_stages(schedule: str, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
-    """Return the device of each stage in the schedule of a name.
+    """Return the device of each stage in a named schedule.
 
     Raises:
-        ValueError: there is no such schedule, or it cannot have so many stages per device.
+        ValueError: there is no such schedule, or it cannot have this number of stages per device.
     """
     return choose_schedule(schedule, num_stages, 1, Rematerialize.NEVER, stages_per_device)[1]
 
@@ -60,10 +60,10 @@ def choose_schedule(
     rematerialize: Rematerialization,
     stages_per_device: int,
 ) -> tuple[ScheduleFunction, tuple[int, ...]]:
-    """Return the schedule of a name, or a user's own after a look at its tasks; and the device of each stage.
+    """Return the named schedule, or a user's own after checking its tasks; and the device of each stage.
 
     Raises:
-        ValueError: there is no such schedule, it cannot have so many stages per device, or its tasks are not right.
+        ValueError: there is no such schedule, it cannot have this number of stages per device, or its tasks are wrong.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -75,15 +75,15 @@ def choose_schedule(
         if not callable(schedule):
             raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
         check_stages_divide(num_stages, stages_per_device)
-        function = functools.partial(schedule)  # which can be hashed, whatever the schedule is
+        function = functools.partial(schedule)  # hashable, even if the schedule is not
         tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
         check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
     placement = {task.stage: device for device, own in enumerate(tasks) for task in own}
     return function, tuple(placement[stage] for stage in range(num_stages))
 
 
-# A step is planned once per size: behind the first stage, nothing else can be done before the first boundary input has
-# arrived, and all stages after it wait for that too.
+# A step is planned once per size: after the first stage, a process cannot plan before its first boundary input arrives,
+# and all stages after it wait meanwhile.
 @functools.lru_cache(maxsize=64)
 def plan_tasks(
     schedule: ScheduleFunction | None,
@@ -96,9 +96,9 @@ def plan_tasks(
 ) -> StepPlan:
     """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
 
-    The last one is that whose gradients of weights are made last.
+    The last one is the one whose gradients of weights are made last.
 
-    device: that of the process; None: it plays all. Without a schedule the tasks are the forwards alone.
+    device: that of the process; None: it plays all. Without a schedule, the tasks are the forwards alone.
     """
     if schedule is None:
         found = inference(placement, num_microbatches)
@@ -116,8 +116,8 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
     """Refuse tasks that no engine could run, or that leave something out.
 
     Raises:
-        TypeError: they are no lists of tasks.
-        ValueError: naming the first stage and micro-batch.
+        TypeError: they are not lists of tasks.
+        ValueError: names the first stage and micro-batch that is wrong.
     """
     num_devices = num_stages // stages_per_device
     rows = schedule if isinstance(schedule, Sequence) else [None]
@@ -135,8 +135,8 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
             if (task.stage, task.micro_batch) not in tasks or placement.setdefault(task.stage, device) != device:
                 raise ValueError(
                     f"the schedule has a {task.kind.words} of stage {task.stage}, micro-batch {task.micro_batch} on "
-                    f"device {device}; each stage of {num_stages} belongs to one device, and micro-batches to 0 ... "
-                    f"{num_microbatches - 1}"
+                    f"device {device}; each of the {num_stages} stages belongs to one device, and micro-batches are "
+                    f"0 ... {num_microbatches - 1}"
                 )
             tasks[task.stage, task.micro_batch].append(task)
     for (stage, micro_batch), found in tasks.items():
@@ -145,8 +145,8 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
         if kinds not in _WHOLE or len(found) - len(kinds) > 1 or recomputes != 1:
             raise ValueError(
                 f"the schedule has {', '.join(task.kind.words for task in found) or 'nothing'} for stage {stage}, "
-                f"micro-batch {micro_batch}; it must be forward, perhaps recompute, and backward, or input gradients "
-                "and weight gradients in place of that, each once and in this order"
+                f"micro-batch {micro_batch}; it must be forward, optionally recompute, and backward (or input "
+                "gradients and weight gradients), each once and in this order"
             )
     orders = [_find_orders(schedule[placement[stage]], stage) for stage in range(num_stages)]
     for stage, (forwards, backwards, weights) in enumerate(orders):
@@ -160,7 +160,7 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
             here, there = ([row[1] for row in orders[k][0] + orders[k][1]] for k in (stage - 1, stage))
             raise ValueError(
                 f"the schedule runs the forwards and backwards of stage {stage - 1} in the order of micro-batches "
-                f"{here}, and those of stage {stage} in the order {there}, or splits other ones; both ends of a "
+                f"{here}, and those of stage {stage} in the order {there}, or splits different ones; both ends of a "
                 "boundary need the same"
             )
     per_device = [list(placement.values()).count(device) for device in range(num_devices)]
@@ -170,7 +170,7 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
 
 
 def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, int]], list[tuple[Kind, int]], list[int]]:
-    """Return the order of a stage's micro-batches: of forwards and of backwards with their kinds, of weights."""
+    """Return a stage's forwards and backwards, each with its kind, and its weight gradients, in order."""
     own = [(task.kind, task.micro_batch) for task in tasks if task.stage == stage]
     forwards = [row for row in own if row[0] is Kind.FORWARD]
     backwards = [row for row in own if row[0].makes_gradients]
@@ -187,7 +187,7 @@ def name_schedule(schedule: str | ScheduleFunction) -> str:
 
 
 def check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:
-    """Return the mode of a name, or the numbers of graphs that each stage keeps.
+    """Return the named mode, or the number of micro-batches whose graphs each stage keeps.
 
     Raises:
         TypeError: it is neither.

@@ -4,20 +4,20 @@
              w                           weight gradients    gw from x and g, whenever there is time
 
 Convolutions and fully connected layers are deferred: half of the work of their backward makes the gradient of the
-weight. Whatever else has weights, such as a norm, makes all its gradients at once. So do products whose weight is used
-twice or is computed from others, those whose tensors are kept by hooks, and small ones: to wait would take them longer
-than their work. The forward is as ever.
+weight. Other layers with weights, such as norms, make all gradients at once. So do products whose weight is used twice
+or computed from other tensors, those whose tensors are kept by hooks, and small ones, where waiting would cost more
+than the work. The forward is unchanged.
 
-The first task is an ordinary backward that stops short of the deferred weights: autograd then asks an operation for the
-gradients that somebody needs, and no others. On its way it meets the gradient of each deferred product. The second task
-makes the kernel's other call, with the operation's own arguments, and adds the result to the weight's `.grad`: through
-autograd where there is none yet, where hooks want to see it, or where the product's weight was computed from the
-parameter; else at once, which is the same addition without a backward around it. So the bits are those of one backward,
-and hooks of parameters run once.
+The first task is an ordinary backward that stops short of the deferred weights: autograd asks each operation only for
+the gradients that are needed. On its way it meets the gradient of each deferred product. The second task makes the
+kernel's other call, with the operation's own arguments, and adds the result to the weight's `.grad`. It does so through
+autograd if there is no gradient yet, if hooks want to see it, or if the product's weight was computed from the
+parameter; otherwise directly, which is the same addition without a backward around it. So the bits are those of one
+backward, and hooks of parameters run once.
 
 Why not torch.autograd.grad twice: the second call would go through the activations again. torch's pipelining cuts the
 graph at intermediate nodes (`torch/distributed/pipelining/_backward.py`): it keeps the whole graph until then, and
-makes more at once where branches share intermediates, as in AmoebaNet's cells.
+defers less where branches share intermediates, as in AmoebaNet's cells.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
 """Where a backward starts, each with its gradient; None for a scalar."""
 
 Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
-"""The gradient of a product -> those of its weight and, if it has one, its bias."""
+"""The gradient of a product -> the gradients of its weight and, if it has one, its bias."""
 
 CACHE_BYTES = 2**20
-"""Gradients of weights go through autograd together up to about this size, that of a processor core's cache."""
+"""Gradients of weights go through autograd together up to about this size, that of a CPU core's cache."""
 
 SMALL_PRODUCT = 2**23
-"""A gradient of a weight with less work than so many FLOPs is made at once. A processor's core takes 0.2 ms for so
-many, and to wait costs it a tenth of that (`experiments/split_cost.py`); a GPU takes less than to start a kernel."""
+"""Gradients of weights that take fewer FLOPs are not deferred. A CPU core computes this many in 0.2 ms, and deferring
+costs a tenth of that (`experiments/split_cost.py`); a GPU computes them faster than it starts a kernel."""
 
 _ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
 _TRANSPOSED = ["TBackward0"]
@@ -55,8 +55,8 @@ class _Product(NamedTuple):
 
     Attributes:
         activations: which of its inputs has them.
-        weights: which are the weight and, after it, the bias.
-        saved: the activations, as autograd calls them.
+        weights: which inputs are the weight and, after it, the bias.
+        saved: autograd's name for the activations.
         prepare: (the operation, its activations, which weights are wanted) -> what makes their gradients.
         is_plain: whether one operation is the product and nothing more.
     """
@@ -72,7 +72,7 @@ class _End(NamedTuple):
     """Where the gradient of a product's weight goes.
 
     Attributes:
-        edge: the place in the graph to which autograd would hand it.
+        edge: the place in the graph to which autograd would pass it.
         leaf: autograd's node that adds to the parameter's `.grad`.
         is_own: whether the product's weight is the parameter.
         is_transposed: whether it is the parameter transposed, as in a fully connected layer.
@@ -84,7 +84,7 @@ class _End(NamedTuple):
     is_transposed: bool
 
     def add(self, gradient: Tensor) -> bool:
-        """Add to the parameter's gradient; return False, having done nothing, where that is autograd's task."""
+        """Add to the parameter's gradient; if that is autograd's task, do nothing and return False."""
         parameter = self.leaf.variable
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (found := parameter.grad) is None:
             return False
@@ -96,10 +96,10 @@ class _End(NamedTuple):
 
 
 class DeferredProduct(NamedTuple):
-    """A product of activations and a weight, whose weight waits.
+    """A product of activations and a weight, whose gradient of the weight is deferred.
 
     Attributes:
-        node: the operation of autograd. Its tensors are there until it has run.
+        node: autograd's operation. It holds its tensors until it has run.
         kind: of operation.
         wanted: which of its weights get a gradient.
         ends: where those go.
@@ -112,7 +112,7 @@ class DeferredProduct(NamedTuple):
 
     @property
     def inputs(self) -> Tensor:
-        """The activations, without the graph before them: that has the gradients of the stage's input."""
+        """The activations, detached: the graph before them has the gradients of the stage's input."""
         found: Tensor = getattr(self.node, f"_saved_{self.kind.saved}")
         return found.detach()
 
@@ -130,7 +130,7 @@ class WeightGradients:
     def note(
         self, product: DeferredProduct, position: Callable[[], Any]
     ) -> Callable[[tuple[Tensor | None, ...]], None]:
-        """Return a hook that makes the gradients of a product's weights wait, once the product's own is there."""
+        """Return a hook that defers the gradients of a product's weights, once the product's own is there."""
 
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
@@ -151,7 +151,7 @@ class WeightGradients:
         """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs.
 
         Raises:
-            RuntimeError: what a gradient is made of was changed in place, as autograd says it of its own.
+            RuntimeError: the input of a product was changed in place; autograd raises the same for its own tensors.
         """
         self._waiting.reverse()
         made: list[tuple[GradientEdge, Tensor]] = []
@@ -161,23 +161,23 @@ class WeightGradients:
             if inputs._version != version:
                 raise RuntimeError(
                     f"the input of a product, of shape {tuple(inputs.shape)}, was changed in place before the gradient "
-                    "of its weight was made of it: let each micro-batch have memory of its own (.clone())"
+                    "of its weight was computed from it: give each micro-batch memory of its own (.clone())"
                 )
             for end, value in zip(ends, differentiate(gradient), strict=True):
                 if value is not None and not end.add(value):
                     made.append((GradientEdge(*end.edge), value))
             del differentiate, gradient, value, inputs
-            # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
-            # while it is in the processor's cache, and its memory is free for the next.
+            # Small gradients together, since each call of backward takes time. Large ones one by one: each is added
+            # while it is in the CPU's cache, and its memory is then free for the next.
             if made and (not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES):
                 run_backward([edge for edge, _ in made], [value for _, value in made])
                 made.clear()
 
 
 def run_split_backward(roots: Roots, position: Callable[[], Any] = lambda: None) -> WeightGradients:
-    """Run a backward, but for gradients of weights that can wait, and return those.
+    """Run a backward except for the gradients of weights that can wait, and return those.
 
-    position: returns where the backward is, in whatever terms; `WeightGradients.compute` tells it.
+    position: returns where the backward is; `WeightGradients.compute` passes that to `on_position`.
     """
     edges, seeds = [root for root, _ in roots], [seed for _, seed in roots]
     waiting = WeightGradients()
@@ -220,7 +220,7 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
     products = []
     for node, kind, edges in met:
         wanted = [which for which in kind.weights if edges[which][0] is not None]
-        # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
+        # A frozen weight has no gradient. Without activations to differentiate, the first task would not get here.
         if (
             kind.weights[0] in wanted
             and edges[kind.activations][0] is not None
@@ -236,7 +236,7 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
 
 
 def _count_flops(product: Any, weight: tuple[Any, int]) -> int:
-    """Return the work of the gradient of a product's weight: each value of it is used at each position of the output.
+    """Return the work of a weight's gradient: each value of the weight is used at each position of the output.
 
     product: an operation whose output has its channels in the second dimension.
     """
@@ -247,12 +247,12 @@ def _count_flops(product: Any, weight: tuple[Any, int]) -> int:
 
 
 def _can_wait(node: Any, kind: _Product) -> bool:
-    """Return whether an operation is plain and has its tensors itself: under a checkpoint hooks have them, and all."""
+    """Return whether an operation is plain and holds its tensors itself; under a checkpoint, hooks hold them."""
     return getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is None and kind.is_plain(node)
 
 
 def _find_end(edge: tuple[Any, int], uses: dict[Any, int]) -> _End | None:
-    """Return the leaf to which a chain of operations leads that nobody else uses; None where there is none."""
+    """Return the leaf at the end of a chain of operations that nothing else uses; None if there is none."""
     node = edge[0]
     names: list[str] = []
     while node is not None and uses[node] == 1:
@@ -279,7 +279,7 @@ def _prepare_convolution(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Di
 
 
 def _prepare_linear(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differentiate:
-    """Prepare those of bias + inputs @ weight."""
+    """Prepare the gradients of bias + inputs @ weight."""
     of_weight = _differentiate_product(inputs, node)
     bias, place = node.next_functions[0]
     size = () if bias is None else bias._input_metadata[place].shape

@@ -5,18 +5,18 @@
 
 Where the schedule splits backwards, gradients of weights follow in a task of their own (split_backward.py).
 
-Between a forward and its backward a stage holds only the boundary input of a micro-batch, without a graph. The
-recomputation builds the graph above; or the forward keeps it at once.
+Between a micro-batch's forward and its backward a stage holds only its boundary input, without a graph. The
+recomputation builds the graph above. A micro-batch that is not recomputed keeps the graph of its forward.
 
-A forward that will be recomputed has the bits of the recomputation: see first_forward.py.
+A forward that will be recomputed gives the same bits as the recomputation: see first_forward.py.
 
 Why not torch.utils.checkpoint:
 
-- It recomputes inside backward, when the gradient is there. Here recomputation is a task of its own, which the schedule
-  puts before its backward: it runs while the gradient is awaited.
-- Its forward keeps the outputs and a graph around them. Here both are let go when the outputs have been sent.
+- It recomputes inside backward, once the gradient is there. Here recomputation is a task of its own, which the schedule
+  puts before the backward: it runs while the gradient is awaited.
+- Its forward keeps the outputs and a graph around them. Here both are released once the outputs have been sent.
 - It saves and restores the state of generators. Here masks are a function of (seed, step, micro-batch, layer).
-- A layer cannot tell its recomputation from a forward, and moves its averages and other buffers twice.
+- A layer cannot tell a recomputation from a forward, and updates its moving averages and other buffers twice.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class _Kept:
     """What a stage holds of a micro-batch between its forward and its backward."""
 
     inputs: Payload
-    buffers: BufferCopies  # what the forward found in the buffers that it changed
+    buffers: BufferCopies  # the buffers that the forward changed, as it found them
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
-    loss_gradient: Tensor | None = None  # that its backward starts from; None in other stages
-    is_of_forward: bool = False  # whether the forward made the graph, and no recomputation
+    loss_gradient: Tensor | None = None  # where backward starts in the last stage; None in others
+    is_of_forward: bool = False  # whether the graph is the forward's, not a recomputation's
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
-    versions: Sequence[int] = ()  # of the inputs, where a recomputation starts from them
+    versions: Sequence[int] = ()  # of the inputs, if a recomputation starts from them
 
 
 class Stage:
@@ -90,20 +90,20 @@ class Stage:
     Args:
         layers: of this stage.
         seed: of the run.
-        lowered: the layers of the model, by index, that want their input in autocast's precision.
+        lowered: the indices of the model's layers that want their input in autocast's precision.
         first_micro_batch: the number of this replica's first micro-batch among those of all replicas, for the masks.
-        shared_buffers: the names in the model of those that several layers have: no forward may change one.
+        shared_buffers: the full names of buffers that several layers have: no forward may change one.
 
     Attributes:
-        averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
+        averaging: averages the gradients over the replicas, or shards them; None with one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
-        current_layer: the one under way.
+        current_layer: the one now running.
         batch_norms: the converted ones of its layers, as the last step found them.
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         graphs: runs the layers as CUDA graphs; None runs them operation by operation.
-        loss: set in the last stage for the time of a training step.
-        seeds_host: whether the host's generators are seeded before each layer, beside the device's.
+        loss: set in the last stage during a training step.
+        seeds_host: whether the host's generators are seeded before each layer, as well as the device's.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Stage:
         self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
         self.seeds_host = True
-        self._loss_gradient: Tensor | None = None  # that backwards start from
+        self._loss_gradient: Tensor | None = None  # where backwards start
         self.seed, self.first_micro_batch = seed, first_micro_batch
         self._lowered = lowered
         self._final_micro_batch = 0
@@ -142,13 +142,13 @@ class Stage:
         self._last = max(self.layers)
 
     def seed_masks(self, step: int) -> None:
-        """Let layers draw what they draw in training step number `step`."""
+        """Choose the masks of training step number `step`."""
         self._masks = mix_keys(MASKS, self.seed, step)
 
     def start_step(self, step: int) -> None:
-        """Prepare for training step number `step`, whatever its mini-batch is."""
+        """Prepare for training step number `step`, with any mini-batch."""
         self.seed_masks(step)
-        modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
+        modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # which may have changed
         self._buffers.start_step(chain(*modules.values()))
         norms = [module for module in chain(*modules.values()) if isinstance(module, AnyBatchNorm)]
         self.batch_norms = [norm for norm in norms if isinstance(norm, MicroBatchNorm)]
@@ -165,7 +165,7 @@ class Stage:
             self.graphs.start_step()
 
     def expect(self, loss: Loss | None, final_micro_batch: int) -> None:
-        """Note the loss of the step, in the last stage, and the micro-batch whose gradients end it."""
+        """Note the loss of the step, in the last stage, and the micro-batch whose gradients come last."""
         self.loss, self._final_micro_batch = loss, final_micro_batch
 
     def use_cuda_graphs(self) -> None:
@@ -174,16 +174,16 @@ class Stage:
             self.graphs = LayerGraphs(self.layers, self.device, self._buffers)
 
     def call_hooks(self) -> None:
-        """Call the users' hooks of the parameters, once their gradients are those of all replicas."""
+        """Call the users' hooks of parameters, once the gradients are those of all replicas."""
         self._hooks.call()
 
     def finish_step(self) -> None:
-        """Let go of what the step had: the loss holds the targets."""
+        """Release what the step held: the loss holds the targets."""
         self.loss = self._loss_gradient = None
         self._buffers.finish_step()
 
     def undo_step(self) -> None:
-        """Make moving averages and other buffers what they were when the step began, and finish it."""
+        """Restore moving averages and other buffers to what they were before the step, and finish it."""
         self._hooks.give_back()
         discard(self.batch_norms)
         self._buffers.undo_step()
@@ -216,7 +216,7 @@ class Stage:
 
     def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
-        norms = self.batch_norms  # without any, a forward is what it is outside of a step
+        norms = self.batch_norms  # without any, a forward is the same as outside a step
         phase = microbatch_phase(norms, recompute=False, synchronized=synchronized) if norms else NOTHING
         with self._buffers.moved(for_recomputation=not keep_graph) as buffers, phase:
             kept = _Kept(inputs, buffers, [None] * sum(inputs.differentiable), synchronized=synchronized)
@@ -246,18 +246,18 @@ class Stage:
         """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
 
         Args:
-            micro_batch: one that was kept or recomputed; what was held of it is let go.
-            gradients: a tuple with one for each output of the stage, None for those without; None altogether in the
-                last stage.
-            splits: leave gradients of weights to `make_weight_gradients`, where that saves time here.
+            micro_batch: one that was kept or recomputed; its graph is released.
+            gradients: a tuple with one entry per output of the stage, None for an output without a gradient. In the
+                last stage, None instead of the payload.
+            splits: leave gradients of weights to `make_weight_gradients`, where that saves time.
 
         Returns:
-            Likewise the gradients of the input's tensors.
+            The gradients of the input's tensors, in the same form.
         """
         kept = self._kept.pop(micro_batch)
         averaged = NOTHING if splits or self.averaging is None else self._averaged(micro_batch)
         splits = splits and self.graphs is None  # a graph makes all gradients of a layer at once
-        # Checkpoints inside of layers recompute in backward.
+        # Checkpoints inside layers recompute in backward.
         if kept.synchronized is not None:
             kept.synchronized.repeat()
         again = microbatch_phase(
@@ -271,7 +271,7 @@ class Stage:
         return Payload.of_gradients(tuple([next(found) if wanted else None for wanted in kept.inputs.differentiable]))
 
     def make_weight_gradients(self, micro_batch: int) -> None:
-        """Add to the parameters' `.grad` what a split backward left."""
+        """Add the gradients that a split backward left to the parameters' `.grad`."""
         if self.graphs is not None:
             return  # nothing was left
         waiting = self._waiting.pop(micro_batch)
@@ -279,12 +279,12 @@ class Stage:
             waiting.compute(self.current_layer.note)
 
     def finish_gradients(self, micro_batch: int) -> None:
-        """Begin to average over the replicas what is left to average, if this micro-batch's gradients were the last."""
+        """Start averaging the remaining gradients over the replicas, if this micro-batch's were the last."""
         if self.averaging is not None and micro_batch == self._final_micro_batch:
             self.averaging.reduce_all()
 
     def _averaged(self, micro_batch: int, waiting: WeightGradients | None = None) -> AbstractContextManager[None]:
-        """Average gradients over the replicas where the body makes the last of them, or those that are `waiting`."""
+        """Average gradients over the replicas if the body makes the last ones; `waiting` are then all that it makes."""
         if self.averaging is None or micro_batch != self._final_micro_batch:
             return NOTHING
         return self.averaging.reducing(None if waiting is None else waiting.parameters())
@@ -302,14 +302,14 @@ class Stage:
             self._waiting[splits] = run_split_backward(pairs, self.current_layer.read)
 
     def start_evaluation(self, step: int, layers: Mapping[int, nn.Module]) -> None:
-        """Prepare for `evaluate` with these layers, substitutes or own, before training step number `step`."""
+        """Prepare to `evaluate` these layers, the stage's own or substitutes, before training step number `step`."""
         self.seed_masks(step)
         self._buffers.find_memory(chain(*map(_modules_below, layers.values())))
 
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, moves: bool) -> Payload:
-        """Run those layers, where the caller lets nobody make a graph; return the boundary output.
+        """Run the layers, within the caller's `torch.no_grad`; return the boundary output.
 
-        moves: batch norms in training mode keep what they see for `moving_statistics.commit`.
+        moves: whether batch norms in training mode keep their statistics for `moving_statistics.commit`.
         """
         if not moves:
             return self._run(micro_batch, inputs, layers)
@@ -328,14 +328,14 @@ class Stage:
         self._enter(micro_batch, -1, None)
 
     def start_probe(self, step: int) -> None:
-        """Prepare for `probe` of each micro-batch of a training step, in their order; `undo_step` ends it."""
+        """Prepare to `probe` each micro-batch of a training step, in order; `undo_step` ends it."""
         self.seed_masks(step)
         self._buffers.start_step(chain(*map(_modules_below, self.layers.values())))
 
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
-        The layers are not compiled: the effect of each is then seen by itself.
+        The layers are not compiled, so that `look` sees the outputs of each one.
         """
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
         phase = microbatch_phase(self.batch_norms, recompute=True, synchronized=synchronized)
@@ -343,13 +343,13 @@ class Stage:
             return self._run_without_graph(micro_batch, inputs, look)
 
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
-        """Run the layers with the kernels that they have in a graph, but keep none."""
+        """Run the layers with the kernels that they use in a graph, but keep no graph."""
         is_stored = look is None
         is_converting = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
         if self._is_same_without_graph and (self._has_copies or not is_converting):
             with torch.no_grad():
                 return self._run(micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look)
-        # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
+        # Leaves are the cheapest start of a graph, but no layer may change one in place.
         entered = enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
             outputs = self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
@@ -363,7 +363,7 @@ class Stage:
             self.enter_loss(micro_batch)
             loss = self.loss(outputs.value(), micro_batch)
             if self._loss_gradient is None:
-                self._loss_gradient = torch.ones_like(loss)  # once a step: it takes as long as a small layer
+                self._loss_gradient = torch.ones_like(loss)  # once per step: it takes as long as a small layer
             outputs, kept.loss_gradient = Payload.of(loss), self._loss_gradient
         kept.roots = [find_root(tensor) for tensor in outputs.tensors]
         return outputs
@@ -379,7 +379,7 @@ class Stage:
         announce: bool = False,
         look: Look | None = None,
     ) -> Payload:
-        """Run layers one after the other.
+        """Run layers one after another.
 
         is_stored: whether a recomputation will start from the inputs: no layer may change them.
         has_graph: whether a graph says which tensors need a gradient.
@@ -401,7 +401,7 @@ class Stage:
             else:
                 run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
                 value = run(value)
-            # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
+            # Taken apart after each layer: what cannot travel is refused no matter where the boundaries are.
             outputs = Payload.of(value)
             if not has_graph:
                 outputs.differentiable = find_differentiable(outputs, payload, layer)
@@ -418,7 +418,7 @@ class Stage:
             payload = lower(payload)
         payload = self._buffers.copy_out(payload)
         payload.find_shared(inputs)
-        # A graph's next replay overwrites its outputs, which the next stage or the loss still needs.
+        # A CUDA graph's next replay overwrites its outputs, which the next stage or the loss still needs.
         return payload if graphs is None else payload.replace([tensor.clone() for tensor in payload.tensors])
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
@@ -431,7 +431,7 @@ class Stage:
 def _modules_below(layer: nn.Module) -> list[nn.Module]:
     """Return a layer and all modules below it, in a third of the time of `modules()`, which also names them."""
     found = [layer]
-    for module in found:  # which grows meanwhile
+    for module in found:  # the list grows meanwhile
         found += [child for child in module._modules.values() if child is not None]
     return found
 

@@ -16,22 +16,22 @@ from gpipe.pipeline.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepReport:
-    """The result of one training step, the same on every process but for what is said to be of one.
+    """The result of one training step, the same on every process except where noted.
 
     Attributes:
         step: the number of the step, from 0.
         loss: of the whole mini-batch, over all replicas.
-        metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
-        notes: what each process of the job passed as its note, None where it passed none: replica by replica, in the
-            order of their first stages.
+        metrics: the loss function's other scalars, averaged over the mini-batch as the loss is.
+        notes: the note of each process of the job, None where it passed none: replica by replica, in the order of
+            first stages.
         num_examples: of this replica's mini-batch.
         num_microbatches: into which it was cut.
-        timeline: of all stages, where it was asked for.
+        timeline: of all stages, if requested.
         step_seconds: from the call of train_step to its end, on this process.
-        peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
+        peak_memory_bytes: the most that this process has held: GPU memory on CUDA, main memory on the CPU.
         is_skipped: whether a scaler skipped the step: no process has gradients.
-        outputs: of the model for the mini-batch, in the last stage's process, where they were asked for.
-        gradient_norm: of all gradients together, before they were clipped; None where they were not to be.
+        outputs: of the model for the mini-batch, in the last stage's process, if requested.
+        gradient_norm: of all gradients together, before clipping; None without clipping.
     """
 
     step: int
@@ -49,10 +49,7 @@ class StepReport:
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:
-    """Return the most memory that this process held, in bytes: the sum over CUDA devices, else main memory.
-
-    It is the most so far, or since `reset_peak_memory`.
-    """
+    """Return this process's peak memory in bytes, since `reset_peak_memory`: over its GPUs, or else of the host."""
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda:
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
@@ -61,16 +58,16 @@ def measure_peak_memory(devices: Iterable[torch.device]) -> int:
 
 
 def reset_peak_memory() -> OSError | None:
-    """Let the peak begin anew: of several trainings in one process, each has its own.
+    """Reset the peak, so that each of several trainings in one process has its own.
 
     Returns:
-        Why the system did not do so for main memory; None where it did.
+        Why the system could not reset the peak of main memory; None if it did.
     """
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux alone, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # Linux only, see proc(5)
     except OSError as error:
         return error
     return None

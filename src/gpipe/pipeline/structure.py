@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))
 TIES = "_gpipe_ties"
-"""An attribute of modules that went through a pipeline: their copies of tied parameters, each with its group's mark.
+"""An attribute of modules that have been in a pipeline: their copies of tied parameters, each with its group's mark.
 
-So they are still known as tied, also in other layers. A deepcopy keeps a module's attributes, not a parameter's.
+So a later pipeline knows that they are tied. A deepcopy keeps a module's attributes, but not a parameter's.
 """
 _MODULES_OWN = ("_parameters", "_buffers", "_modules", TIES)
 
@@ -23,31 +23,31 @@ def structure(module: nn.Module) -> Hashable:
     module's class names in `unread_in_forward` do not count.
     """
     others = *_MODULES_OWN, *getattr(type(module), "unread_in_forward", ())
-    attributes = tuple((name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in others)
+    attributes = tuple((name, _freeze(value)) for name, value in sorted(vars(module).items()) if name not in others)
     tensors = tuple(
-        (name, _described(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
+        (name, _describe(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
     )
     children = tuple((name, None if child is None else structure(child)) for name, child in module._modules.items())
     return type(module), attributes, tensors, children
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Return whether something else runs than its class's forward: hooks, or a forward put on the instance."""
+    """Return whether a module runs more than its class's forward: hooks, or a forward put on the instance."""
     attributes = module.__dict__
     return bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) or "forward" in attributes
 
 
-def _described(tensor: Tensor | None) -> Hashable:
+def _describe(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _frozen(value: Any) -> Hashable:
+def _freeze(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list):
-        return tuple(map(_frozen, value))
+        return tuple(map(_freeze, value))
     if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
+        return tuple((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):
-        return frozenset(map(_frozen, value))
-    return id(value)  # a function of a module is one object; anything else is taken to differ
+        return frozenset(map(_freeze, value))
+    return id(value)  # a module-level function is one object; anything else counts as different

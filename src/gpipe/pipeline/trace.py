@@ -11,10 +11,10 @@ from gpipe.pipeline.schedule import Task
 def make_trace(
     events: Iterable[tuple[Task, float, float]], row: Callable[[Task], int], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a trace as JSON has it.
+    """Return a trace, of JSON's types.
 
     Args:
-        events: tasks, each with when it began and ended, in seconds.
+        events: tasks, each with its start and end, in seconds.
         row: task -> the number of the row that shows it.
         names: of the rows.
     """

@@ -13,7 +13,7 @@ from gpipe.pipeline.schedule import Task
 
 
 class MiniBatch(NamedTuple):
-    """What every stage must know of the mini-batch under way."""
+    """What every stage must know about the current mini-batch."""
 
     num_examples: int
     num_microbatches: int
@@ -53,12 +53,12 @@ class LocalTransfer:
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
 
-        The tensors have no history. A payload of gradients holds a tuple, with None where there is none.
+        The tensors are detached. A payload of gradients holds a tuple, with None where there is no gradient.
         """
         payload, versions, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
         if _versions(payload.tensors) != versions:
             raise ValueError(
-                f"a neighbour of stage {task.stage} changed in place what it handed on; hand on a .clone()"
+                f"a neighbour of stage {task.stage} changed a tensor in place after passing it on; pass on a .clone()"
             )
         if event is not None:
             stream = torch.cuda.current_stream(self.devices[task.stage])
@@ -68,17 +68,17 @@ class LocalTransfer:
         return payload
 
     def reset(self) -> None:
-        """Drop what was under way, after a step that failed."""
+        """Drop everything in transit, after a step that failed."""
         self._mail.clear()
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the stages in other processes why nothing will come any more: here, there are none."""
+        """Tell the stages in other processes why nothing more will come: here there are none."""
 
     def join(self) -> None:
-        """Wait for no threads, as there are none."""
+        """Wait for threads: here there are none."""
 
     def close(self) -> None:
-        """Release threads and connections: here, there are none."""
+        """Release threads and connections: here there are none."""
 
     def _copy(
         self, tensors: list[Tensor], here: torch.device, there: torch.device

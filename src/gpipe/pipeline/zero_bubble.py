@@ -1,7 +1,7 @@
 """Schedules that split backwards, so that gradients of weights fill the bubble.
 
-In the drawings F is a forward; I makes the gradients of a stage's inputs, for which the stage before waits, and W those
-of its weights. A column is a moment.
+In the drawings F is a forward. I makes the gradients of a stage's inputs, for which the stage before waits; W makes
+those of its weights. A column is a moment.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def split_gpipe(
     rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
-    """Return GPipe's schedule with split backwards: gradients of weights are made while those of inputs travel on.
+    """Return GPipe's schedule with split backwards: gradients of weights are made while those of inputs travel.
 
         stage 0   F0 F1 F2             I2 W2 I1 W1 I0 W0
         stage 1      F0 F1 F2       I2 W2 I1 W1 I0 W0
         stage 2         F0 F1 F2 I2 W2 I1 W1 I0 W0
 
-    It takes the memory of GPipe. The bubble is smaller: gradients go down the stages in half the time.
+    It needs as much memory as GPipe. The bubble is smaller: gradients go down the stages in half the time.
     """
     check_stages_per_device("split_gpipe", num_stages, stages_per_device)
     whole = gpipe(num_stages, num_microbatches, rematerialize)
@@ -45,13 +45,13 @@ def zero_bubble_h1(
     rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
-    """Return ZB-H1: 1F1B with split backwards; the gradients of weights wait where a stage would have nothing to do.
+    """Return ZB-H1: 1F1B with split backwards; gradients of weights wait until a stage would otherwise be idle.
 
         stage 0   F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
         stage 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    A third of 1F1B's bubble where the three parts take equally long. Each stage holds at most K micro-batches, as
+    Its bubble is a third of 1F1B's if the three parts take equally long. Each stage holds at most K micro-batches, as
     1F1B's first stage does (Qi et al., 2024, "Zero Bubble Pipeline Parallelism", section 2.1).
     """
     check_stages_per_device("zb_h1", num_stages, stages_per_device)
@@ -77,9 +77,9 @@ def zero_bubble_v(
         device 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         device 1      F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-    The last stage is on device 0, so the first backward follows the first forward without a way back. A device holds at
-    most 2 P micro-batches, each of half its layers: as much as 1F1B's first stage (the same paper, section 6). It is
-    made for at least 2 P - 1 micro-batches; with fewer, devices wait for those that are not there.
+    The last stage is on device 0, where the first backward directly follows its forward. A device holds at most 2 P
+    micro-batches, each of half its layers: as much as 1F1B's first stage (the same paper, section 6). It is made for at
+    least 2 P - 1 micro-batches; with fewer, devices wait where the others would run.
     """
     check_stages_per_device("zb_v", num_stages, stages_per_device)
     num_devices = num_stages // 2
@@ -107,9 +107,9 @@ _LETTERS = {"F": Kind.FORWARD, "I": Kind.INPUT_GRADIENTS, "W": Kind.WEIGHT_GRADI
 
 
 def _read(letters: str, stages: Sequence[int], num_microbatches: int) -> list[Task]:
-    """Return a device's tasks as they are drawn, without numbers: a letter's n-th one is of micro-batch n.
+    """Return a device's tasks from a drawing without numbers: the n-th of a letter is for micro-batch n.
 
-    Small letters are of the second stage. There may be letters for more micro-batches, which are left out.
+    Small letters are of the second stage. Letters beyond the last micro-batch are left out.
     """
     tasks = [
         Task(_LETTERS[letter.upper()], stages[letter.islower()], letters[:position].count(letter))

@@ -1,6 +1,6 @@
 """Accelerators to plan for, and how long one takes for a layer (the roofline).
 
-Figures are the makers', of one device as a stage uses it: of a TPU a core, which is half a chip. Real hardware reaches
+Figures are the makers', for one device as a stage uses it; on a TPU that is a core, half a chip. Real hardware reaches
 a fraction of these peaks: `efficiency`.
 """
 
@@ -26,18 +26,18 @@ class Accelerator:
     """One accelerator.
 
     Attributes:
-        name: as plan.py takes it.
+        name: as plan.py accepts it.
         memory_bytes: the size of its main memory.
         float32_flops: FLOP/s of products of float32 numbers as torch computes them (on a TPU as XLA does by default:
             inputs rounded to bfloat16).
-        bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units those of float32.
+        bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units, those of float32.
         float16_flops: likewise to float16.
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
         operation_seconds: the time that any operation takes to start.
-        starts_ahead: whether a host starts operations while earlier ones still run; otherwise starting is on top.
-        hop_seconds: what a message to a neighbour takes beside its bytes; 0 where nobody has measured it.
-        task_seconds: what the engine adds to a task; 0 where a host is ahead of its device, or nobody has measured it.
+        starts_ahead: whether a host starts operations while earlier ones still run; otherwise their starts add up.
+        hop_seconds: the latency of a message to a neighbour, besides the time of its bytes; 0 if not measured.
+        task_seconds: what the engine adds to a task; 0 if the host runs ahead of its device, or if not measured.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Accelerator:
     task_seconds: float = 0.0
 
     def flops_per_second(self, precision: str) -> float:
-        """Return the FLOP/s for "float32", "bfloat16" or "float16"; a ValueError for another precision."""
+        """Return the FLOP/s for "float32", "bfloat16" or "float16"; raise ValueError for another precision."""
         of = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
         if precision not in of:
             raise ValueError(f"precision is {precision!r}, expected one of {', '.join(of)}.")
@@ -61,22 +61,22 @@ class Accelerator:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether torch starts each of its operations, ahead of them."""
+        """Whether torch starts each of its operations from a host that runs ahead."""
         return self.starts_ahead and self.operation_seconds > 0
 
     @property
     def room_bytes(self) -> int:
-        """What may be planned of its memory: planned and real peaks differ by up to a tenth."""
+        """The part of its memory that may be planned: planned and real peaks differ by up to a tenth."""
         return self.memory_bytes * 9 // 10
 
     def with_limits(self, *, memory_gib: float | None, link_gb_per_second: float | None) -> Accelerator:
-        """Return the accelerator with other figures than the maker's, where they are given."""
+        """Return the accelerator with the given figures in place of the maker's."""
         memory = self.memory_bytes if memory_gib is None else int(memory_gib * GIB)
         link = self.link_bandwidth if link_gb_per_second is None else link_gb_per_second * 1e9
         return replace(self, memory_bytes=memory, link_bandwidth=link)
 
 
-# Splitting the backward of a product costs as much as starting so many operations: a hook, a second kernel, a second
+# Splitting the backward of a product costs as much as starting this many operations: a hook, a second kernel, a second
 # call of autograd. With the CPU's figure below this is what `experiments.split_cost` finds for AmoebaNet's small cells.
 _STARTS_PER_SPLIT = 5
 _T = 1e12
@@ -84,21 +84,21 @@ _G = 1e9
 
 # TPUs: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (CACM 2020), table 1; a link
 # of 496 (v2) or 656 (v3) Gbit/s. GPUs: NVIDIA's data sheets, without sparsity. P40 and P100 sit in PCI-E slots of 16
-# lanes of generation 3, and H100 PCIe in those of generation 5, which reach four times as much. Without NVLink a copy
-# goes through the host, over two of these, so at half the 12 GB/s that one of generation 3 reaches.
+# lanes of generation 3, and H100 PCIe in those of generation 5, which are four times as fast. Without NVLink a copy
+# goes through the host, over two slots, so at half the 12 GB/s that one of generation 3 reaches.
 # The CPU is nominal, so that every machine without a GPU makes the same plan: a laptop's memory; one core at 3 GHz with
-# two fused multiply-adds of 8 floats a cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
-# 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation,
-# without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
-# times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most. Between two
-# tasks of two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and
-# unpacked, and a process has to be woken up. A task takes a quarter of a millisecond beside its layers: autograd is
-# called, randomness and buffers are kept. A processor that slept while it waited takes two or three times as long
+# two fused multiply-adds of 8 floats per cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
+# 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation.
+# Without these, small layers of many operations, such as AmoebaNet's last cells, look much too cheap; they explain most
+# of the measured times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop. Between tasks of
+# two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and unpacked,
+# and a process has to wake up. A task takes a quarter of a millisecond besides its layers: it calls autograd, seeds
+# generators and keeps buffers. On a CPU that slept while it waited it takes two or three times as long
 # (`experiments.schedule_simulation`); a calibration measures it after layers that compute.
-# Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are
+# Starting operations: XLA compiles what a TPU runs into one program, so starting takes no time. A GPU's operations are
 # started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
-# microseconds per operation; we assume 10 on any host. The host is ahead of a busy GPU, so a layer takes either the
-# GPU's time or the host's, whichever is longer: only small layers wait for the host.
+# microseconds per operation; we assume 10 on any host. The host runs ahead of a busy GPU, so a layer takes the GPU's
+# time or the host's, whichever is longer: only small layers wait for the host.
 _HOST_SECONDS = 10e-6
 _ALL = (
     Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 23 * _T, 350 * _G, 62 * _G, 0.0, starts_ahead=True),
@@ -139,7 +139,7 @@ def find_accelerator(name: str) -> Accelerator:
     """Return the accelerator called `name`.
 
     Raises:
-        ValueError: there is none; the message lists those that there are.
+        ValueError: there is none; the message lists those known.
     """
     if name not in ACCELERATORS:
         raise ValueError(
@@ -150,9 +150,9 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def detect_accelerator(device_type: str) -> Accelerator:
-    """Return the accelerator at hand: the first GPU for "cuda", with the memory that it really has, else the CPU.
+    """Return this machine's accelerator: the first GPU for "cuda", with its actual memory, otherwise the CPU.
 
-    A GPU that the table does not know is planned as an A100, and its name says so.
+    A GPU that is not in the table is planned as an A100, and its name says so.
     """
     if device_type != "cuda":
         return ACCELERATORS["cpu"]
@@ -163,17 +163,17 @@ def detect_accelerator(device_type: str) -> Accelerator:
 
 
 def recognize_accelerator(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls by a name, None for one that the table does not have."""
+    """Return the accelerator that a driver calls `name`; None if the table lacks it."""
     patterns = {**_VARIANTS, **{each: rf"\b{each}\b" for each in ACCELERATORS if each not in _VARIANTS}}
     return next((ACCELERATORS[each] for each, one in patterns.items() if re.search(one, name.lower())), None)
 
 
 class LayerSeconds(NamedTuple):
-    """How long one layer, or the loss, takes for a micro-batch: forward, recomputed, and backward.
+    """How long one layer, or the loss, takes for a micro-batch: forward, recomputation, and backward.
 
     Attributes:
-        weights: the part of the backward that makes gradients of weights, which a split backward leaves for later.
-        splitting: by how much the two parts of a split backward exceed a whole one.
+        weights: the part of the backward that makes gradients of weights, which a split backward defers.
+        splitting: how much longer the two parts of a split backward take than a whole one.
     """
 
     forward: float
@@ -200,7 +200,7 @@ class LayerSeconds(NamedTuple):
 
     @classmethod
     def add_up(cls, several: Iterable[LayerSeconds]) -> LayerSeconds:
-        """Return what layers take together."""
+        """Return the seconds of layers together."""
         return cls(*map(sum, zip(*several, strict=True)))
 
 
@@ -215,7 +215,7 @@ class Speed:
         link_bytes_per_second: to a neighbouring accelerator, one way.
         operation_seconds: what any operation takes to start.
         starts_ahead: whether a host starts operations while earlier ones still run.
-        hop_seconds: what a message to a neighbouring accelerator takes beside its bytes.
+        hop_seconds: the latency of a message to a neighbouring accelerator, besides the time of its bytes.
         task_seconds: what the engine adds to a task.
     """
 
@@ -230,7 +230,7 @@ class Speed:
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
-        """Assume that an accelerator reaches a share `efficiency` of its peaks, at a precision that it knows."""
+        """Assume that an accelerator reaches the fraction `efficiency` of its peaks, at a precision that it has."""
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
         start = accelerator.operation_seconds, accelerator.starts_ahead
@@ -238,28 +238,28 @@ class Speed:
         return cls(peak, *reached, accelerator.link_bandwidth, *start, *beside)
 
     def transfer_seconds(self, num_bytes: int) -> float:
-        """Return how long a message takes to a neighbouring accelerator; an empty one is not sent."""
+        """Return how long a message to a neighbouring accelerator takes; an empty one is not sent."""
         return self.hop_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0
 
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
-        """Return how long each layer takes if nothing but its operations does, one after the other.
+        """Return how long each layer takes if only its operations take time, one after another.
 
-        Each is bound by arithmetic or by memory, whichever takes longer. Starting them is on top; where a host starts
-        them ahead, the layer takes as long as the slower of both. A compiler that fuses operations does better.
+        Each is bound by arithmetic or by memory, whichever takes longer. Starting them adds to that; if a host starts
+        them ahead, the layer takes as long as the slower of the two. A compiler that fuses operations does better.
         """
         known: dict[int, LayerSeconds] = {}  # equal layers share their profile
         for profile in profiles:
             if id(profile) not in known:
                 forward, backward = self._work(profile.forward), self._work(profile.backward)
                 weights = min(self._work(profile.weight_gradients), backward)
-                # Both parts read the gradients of the outputs, about half of what waits in between.
+                # Both parts read the gradients of the outputs, about half of what is held between them.
                 starts = _STARTS_PER_SPLIT * len(profile.waiting_gradients)
                 split = self._work(profile.backward, starts, profile.deferred_bytes / 2)
                 known[id(profile)] = LayerSeconds(forward, forward, backward, weights, split - backward)
         return [known[id(profile)] for profile in profiles]
 
     def _work(self, operations: Sequence[Work], more_starts: int = 0, more_bytes: float = 0.0) -> float:
-        """Return the seconds of operations, and of starting or moving more."""
+        """Return the seconds of operations, with additional starts and bytes moved."""
         flops, moved = self.flops_per_second, self.bytes_per_second
         works = sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations) + more_bytes / moved
         starts = self.operation_seconds * (len(operations) + more_starts)

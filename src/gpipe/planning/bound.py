@@ -1,4 +1,4 @@
-"""Seconds that a step cannot be below, whatever the cut."""
+"""A lower bound of a step's seconds, for any cut."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting
 
-_ROUNDS = 30  # of halving; then the bound is exact to nine digits
+_ROUNDS = 30  # of bisection; then the bound is exact to nine digits
 
 
 def bound_step(
     profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting, speed: Speed
 ) -> float:
-    """Return the seconds.
+    """Return the lower bound.
 
     A device cannot begin before a micro-batch has passed the stages before it, and after its last backward the gradient
-    has to go back through them; in between it has all of its tasks. Gradients of weights may be made on the way back.
-    Transfers, and what memory forces to be recomputed, are not counted.
+    has to go back through them; in between it does all of its tasks. Gradients of weights may be made on that way back.
+    Transfers, and recomputations that memory forces, are not counted.
 
     Args:
         profiles: of each layer and the loss, with the largest micro-batch.
@@ -54,11 +54,11 @@ def _balance(
     num_devices: int,
     least: float,
 ) -> float:
-    """Return the time within which contiguous stages can do their tasks, to nine digits, if links took none."""
+    """Return the least time, to nine digits, in which consecutive stages can do their tasks if links took no time."""
     sums = [list(accumulate(values, initial=0.0)) for values in (there, back, early, late)]
 
     def suffices(limit: float) -> bool:
-        """Give each stage as many layers as it can do in time."""
+        """Return whether all layers fit when each stage gets as many as it can do in time."""
         end = 0
         for _ in range(num_devices):
             start = end
@@ -82,9 +82,9 @@ def _balance(
 
 
 def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed, num_devices: int) -> float:
-    """Return seconds that the update takes at least, where devices share the parameters evenly, and what replicas send.
+    """Return the least seconds of the update, if devices share the parameters evenly, and of what replicas send.
 
-    Where there are several devices, a device may average while others work.
+    With several devices per replica, averaging is left out: a device may average while others work.
     """
     trainable = sum(profile.trainable_bytes for profile in profiles)
     kept = sum(profile.parameter_bytes + profile.buffer_bytes for profile in profiles)

@@ -14,14 +14,14 @@ from gpipe.planning.accelerator import LayerSeconds
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the layers and the loss of a model took on a device, and what was planned for the same micro-batches.
+    """The measured seconds of a model's layers and loss on a device, and those planned for the same micro-batches.
 
     Attributes:
-        origin: of what, and on what: the model, the device, the version of torch, the type of data. Plans of the same
-            origin use it.
+        origin: what was measured, and where: the model, the device, the version of torch, the type of data. Plans of
+            the same origin use the calibration.
         microbatch_size: examples of the micro-batches that were measured.
         measured: seconds of each layer and the loss.
-        planned: likewise, of the roofline.
+        planned: likewise, by the roofline.
         task_seconds: what the engine adds to a task.
     """
 
@@ -32,10 +32,10 @@ class Calibration:
     task_seconds: float
 
     def correct(self, planned: Sequence[LayerSeconds]) -> list[LayerSeconds]:
-        """Return planned seconds, of micro-batches of any size, times what measuring came to of what was planned.
+        """Return planned seconds, for micro-batches of any size, times the ratio of measured to planned ones.
 
         Raises:
-            ValueError: they are of another number of layers.
+            ValueError: the number of layers differs.
         """
         rows = zip(planned, self.measured, self.planned, strict=True)
         return [_correct(now, measured, before) for now, measured, before in rows]

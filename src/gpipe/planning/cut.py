@@ -1,10 +1,10 @@
 """Cut a model into stages: by costs, by memory, or for the shortest simulated step.
 
-The shortest step is searched for. Every cut has a bound that its step cannot beat: the work of a device, after the
+The shortest step is found by search. Every cut has a bound that its step cannot beat: the work of a device, after the
 first micro-batch has reached it and before the last gradient has left the first stage. Cuts are simulated in the order
-of their bounds until the next bound is no better than the best step; those that exceed the memory limit are left out.
-That is exact where all cuts can be listed and few enough have to be simulated. Larger models start from equal stages
-and move one boundary at a time.
+of their bounds until the next bound is no better than the best step; those that exceed the memory limit are skipped.
+The result is exact if all cuts can be listed and few enough need simulating. For larger models the search starts from
+equal stages and moves one boundary at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gpipe.planning.step import Setting, plan_memory, plan_step
 
 _COSTS = ("seconds", "flops", "parameter_bytes", "memory")
 _OBJECTIVES = ("step", "max", "variance")
-_MOST_CUTS = 20_000  # that are listed
-_MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
+_MOST_CUTS = 20_000  # to list
+_MOST_TASKS = 2**17  # tasks times devices to simulate in one search: well below a second
 _Score: TypeAlias = tuple[float, ...]
-_Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of each stage the first layer, and the one after it
+_Bounds: TypeAlias = tuple[tuple[int, int], ...]  # the first layer of each stage, and the one after its last
 
 
 class NoCutFits(ValueError):
@@ -44,17 +44,16 @@ class Cutter:
     """Chooses the number of layers of each stage.
 
     Attributes:
-        partition_by: what makes a layer expensive: "seconds", "flops", "parameter_bytes" or "memory".
-        objective: "step" for the shortest simulated step, with seconds; costs that are no seconds are balanced as by
-            "max". "max" and "variance" are those of `partition_layers`. Memory has an objective of its own: the lowest
-            peak.
+        partition_by: the cost of a layer: "seconds", "flops", "parameter_bytes" or "memory".
+        objective: "step", with seconds, finds the shortest simulated step; it balances other costs as "max" does. "max"
+            and "variance" are those of `partition_layers`. Memory has an objective of its own: the lowest peak.
         speed: of a device.
-        seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
-        memory_limit_bytes: the most that a device may need at its peak; None is no limit.
-        partitions: the answer, for settings with as many stages; None chooses.
+        seconds: profiles -> the seconds of each layer and the loss; None plans them with `speed`.
+        memory_limit_bytes: the most that a device may need at its peak; None: no limit.
+        partitions: the result for settings with as many stages; None chooses it.
 
     Raises:
-        ValueError: an unknown word for what is balanced, or how.
+        ValueError: `partition_by` or `objective` is unknown.
     """
 
     partition_by: str
@@ -77,7 +76,7 @@ class Cutter:
         Args:
             profiles: of each layer and the loss.
             setting: how the model is run.
-            evaluation: has to be within the limit too.
+            evaluation: must be within the limit too.
 
         Raises:
             NoCutFits: no cut is within the limit.
@@ -94,7 +93,7 @@ class Cutter:
             found = self._choose(profiles, replace(setting, is_sequential=False), evaluation, peaks)
         if limit is None or peaks is None:
             return found
-        is_known = setting.leanest is setting  # else memory decides what is recomputed, and more is kept
+        is_known = setting.leanest is setting  # otherwise memory decides what is recomputed, and more is kept
         needed = max(peaks.find(found)) if is_known else peak_bytes(profiles, found, setting, evaluation)
         if needed > limit:
             trains = peak_bytes(profiles, found, setting) <= limit
@@ -151,14 +150,14 @@ class Cutter:
 def partition_by_memory(
     profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None = None
 ) -> list[int]:
-    """Return the number of layers of each stage, such that the largest peak memory of a device is smallest.
+    """Return the number of layers of each stage that minimises the largest peak memory of a device.
 
-    That is exact with one stage per device. Where devices have several, cuts are searched as for the shortest step.
+    This is exact with one stage per device. If devices have several, cuts are searched as for the shortest step.
 
     Args:
         profiles: of each layer and the loss.
         setting: how the model is run.
-        evaluation: has its peaks too.
+        evaluation: its peaks count too.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -169,17 +168,17 @@ def partition_by_memory(
     if setting.stages_per_device > 1:
         return _search(equal, peak.rank, peak.rank)
     most = max(peak.find(equal))
-    # Of the cuts of the first layers into the stages so far, by where they end, the best: its peak, its stages' ends.
+    # The best cut of the first layers into the stages so far, by where it ends: its peak, and the ends of its stages.
     reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(num_stages):
-        after = num_stages - 1 - stage  # each of them needs a layer
+        after = num_stages - 1 - stage  # each needs at least one layer
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         for start, (peak_before, ends) in reached.items():
             for end in range(start + 1, num_layers - after + 1):
                 if peak.least(start, end) > most:
-                    break  # a longer stage needs as much, and more
+                    break  # a longer stage needs at least as much
                 if peak.least(end, num_layers) > after * most or (after == 0 and end < num_layers):
-                    continue  # more than is left for the stages after it
+                    continue  # too much would be left for the stages after it
                 found = max(peak_before, peak(stage, ((start, end),)))
                 if found <= most and (end not in longer or found < longer[end][0]):
                     longer[end] = found, (*ends, end)
@@ -189,10 +188,10 @@ def partition_by_memory(
 
 
 class _Peaks:
-    """The peak memory of a device by the layers of its stages; each is computed once, also for equal tasks of others.
+    """The peak memory of a device by the layers of its stages; computed once, also for other devices with equal tasks.
 
-    Where memory decides what is recomputed, it is that with as few graphs as there may be. A longer stage may need
-    less: what travels between layers differs, as in a U-Net.
+    If memory decides what is recomputed, it is the peak with the fewest graphs. A longer stage may need less, as sizes
+    of boundaries differ, for example in a U-Net.
     """
 
     def __init__(self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None) -> None:
@@ -203,7 +202,7 @@ class _Peaks:
         )
         self._least = list(accumulate(least, initial=0))
         kinds: dict[object, int] = {}
-        # Of the stages of each device, the first is the one with its number.
+        # The first stage of each device has the device's number.
         self._kinds = [
             kinds.setdefault((device == 0, tuple((t.kind, t.stage - device, t.micro_batch) for t in tasks)), len(kinds))
             for device, tasks in enumerate(self._setting.tasks)
@@ -213,7 +212,7 @@ class _Peaks:
         self._peaks: dict[tuple[int, _Bounds], int] = {}
 
     def __call__(self, device: int, bounds: _Bounds) -> int:
-        """Return the bytes that a device needs, whose stages begin and end before the layers `bounds`."""
+        """Return the bytes that a device needs whose stages have the bounds `bounds`."""
         key = self._kinds[device], bounds
         if key not in self._peaks:
             walk, ratios = self._setting.walks[device], self._setting.ratios
@@ -235,7 +234,7 @@ class _Peaks:
         return tuple(sorted(self.find(partitions), reverse=True))
 
     def least(self, first: int, end: int) -> int:
-        """Return bytes that they need in any case: parameters, what the optimiser keeps, the graph of a micro-batch."""
+        """Return the least bytes that layers need: parameters, the optimiser's state, the graph of one micro-batch."""
         return self._least[end] - self._least[first]
 
 
@@ -299,7 +298,7 @@ def _all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
 
 
 def _neighbours(partitions: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the cuts in which one layer is on the other side of a boundary."""
+    """Yield the cuts in which one boundary is moved by one layer."""
     for stage in range(len(partitions) - 1):
         for given, taken in ((stage, stage + 1), (stage + 1, stage)):
             if partitions[given] > 1:
@@ -310,7 +309,7 @@ def _neighbours(partitions: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _num_tries(setting: Setting) -> int:
-    """Return how many cuts may be scored; a number, not a time, so that every machine finds the same."""
+    """Return how many cuts may be scored; a number, not a time, so that every machine finds the same cut."""
     num_tasks = sum(map(len, setting.tasks)) * len(setting.tasks)
     return max(4, _MOST_TASKS // num_tasks)
 
@@ -324,11 +323,11 @@ def _spread(partitions: Sequence[int], costs: Sequence[float], objective: CutObj
 
 
 class _StepBound:
-    """Seconds that the step of a cut cannot be below.
+    """A lower bound of the seconds of a cut's step.
 
     A device cannot begin before a micro-batch has passed all stages before its first one, and after its last backward
-    the gradient has to go back through them. In between it has all of its tasks, but for gradients of weights: it may
-    make those while the gradient goes back.
+    the gradient has to go back through them. In between it does all of its tasks, except gradients of weights, which it
+    may make while the gradient goes back.
     """
 
     def __init__(

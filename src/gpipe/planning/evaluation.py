@@ -1,8 +1,8 @@
-"""The memory of an evaluation: forwards alone, and then the metrics where the logits are.
+"""The memory of an evaluation: only forwards, then the metrics, where the logits are.
 
-A device has the inputs of a micro-batch, of its whole mini-batch if it has the first stage, and what a forward takes
-that keeps nothing. Gradients are gone. Micro-batches of an evaluation may be larger than those of a training step, and
-their logits wider, for want of autocast.
+A device holds the inputs of a micro-batch, or of the whole mini-batch if it has the first stage, and what a forward
+needs that keeps nothing. There are no gradients. An evaluation's micro-batches may be larger than those of a training
+step, and their logits wider, as autocast is off.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from gpipe.planning.step import Setting, place_memory
 
 
 class Evaluation(NamedTuple):
-    """What a mini-batch of an evaluation takes.
+    """What determines the memory of an evaluation's mini-batch.
 
     Attributes:
         profiles: of each layer in evaluation mode, and of the metrics as the loss, with the largest micro-batch.
-        num_microbatches: of which the first stage holds all inputs.
+        num_microbatches: their number; the first stage holds the inputs of all.
     """
 
     profiles: list[LayerProfile]
     num_microbatches: int
 
     def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> int:
-        """Return the bytes that a device needs, with its weights, the state of the optimiser and the averages.
+        """Return the bytes that a device needs, including weights, optimiser state and averages.
 
         Args:
             stages: those of the device, by index, of these profiles.
-            ratios: of what belongs to parameters.
+            ratios: the bytes that belong to parameters.
         """
         held = state_bytes(stages.values(), ratios)
         held += sum(memory.converted_bytes for memory in stages.values())
@@ -53,17 +53,17 @@ class EvaluationPlanner:
 
     Attributes:
         profiler: size of a micro-batch -> the profile of each layer in evaluation mode, and of the metrics as the loss.
-        batch_size: examples of a mini-batch, of one replica.
+        batch_size: the examples of one replica's mini-batch.
     """
 
     profiler: Callable[[int], list[LayerProfile]]
     batch_size: int
 
     def find_microbatch_size(self, setting: Setting) -> int:
-        """Return how many examples the largest micro-batch has."""
+        """Return the size of the largest micro-batch."""
         return microbatch_sizes(self.batch_size, setting.num_microbatches)[0]
 
     def describe(self, setting: Setting) -> Evaluation:
-        """Return what an evaluation of a run takes."""
+        """Return what determines the memory of a run's evaluation."""
         sizes = microbatch_sizes(self.batch_size, setting.num_microbatches)
         return Evaluation(self.profiler(sizes[0]), len(sizes))

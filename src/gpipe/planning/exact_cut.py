@@ -23,22 +23,22 @@ def partition_layers(
 
     `objective="max"` minimises the cost of the most expensive partition, which bounds the throughput of a pipeline,
     and takes the smallest variance among equals. `objective="variance"` minimises the variance of the K summed costs,
-    the paper's rule (section 2). Both are exact: costs become integers of any size, and nothing is rounded. Among cuts
-    that are still equal, the last partition gets the most layers, then the one before it. If every cost is zero, layers
-    count as equally expensive.
+    the paper's rule (section 2). Both are exact: costs become integers of any size, and nothing is rounded. Remaining
+    ties give the last partition the most layers, then the one before it. If every cost is zero, layers count as equally
+    expensive.
 
     Args:
         costs: L costs >= 0 in any unit (FLOPs, bytes, seconds), one per layer.
         num_partitions: K, from 1 to L.
         objective: "max" or "variance".
         memory_bytes: bytes that each layer needs; only with `memory_limit_bytes`.
-        memory_limit_bytes: most bytes that the layers of one partition may need together.
+        memory_limit_bytes: the most bytes that the layers of one partition may need together.
 
     Returns:
-        K numbers of layers, each at least 1, their sum L.
+        K numbers of layers, each at least 1, with the sum L.
 
     Raises:
-        ValueError: a wrong argument, or a memory limit that no cut satisfies; the message says which bound is broken.
+        ValueError: an invalid argument, or a memory limit that no cut satisfies; the message names the bound.
     """
     _check_counts(costs, num_partitions, objective)
     num_layers = len(costs)
@@ -53,7 +53,7 @@ def partition_layers(
         if num_needed > num_partitions:
             raise ValueError(
                 f"A memory limit of {memory_limit_bytes:,} bytes per partition needs at least {num_needed} partitions, "
-                f"{num_partitions} were asked for; raise the limit or the number of partitions."
+                f"but num_partitions is {num_partitions}; raise the limit or the number of partitions."
             )
     elif memory_bytes is not None or memory_limit_bytes is not None:
         missing = "memory_limit_bytes" if memory_limit_bytes is None else "memory_bytes"
@@ -68,7 +68,7 @@ def partition_layers(
 def _smallest_maximum(prefix: list[int], memory_ends: list[int], num_partitions: int) -> int:
     """Find the smallest sum that no partition of some valid cut exceeds, by bisection.
 
-    A cut into fewer than K partitions is as good: splitting one of them raises no sum.
+    A cut into fewer than K partitions also counts: splitting one of them raises no sum.
     """
     low = max(end - start for start, end in pairwise(prefix))
     high = prefix[-1]
@@ -94,11 +94,11 @@ def _largest_useful_sum(prefix: list[int], ends: list[int], num_partitions: int)
 
 
 def _least_squares_cuts(prefix: list[int], ends: list[int], num_partitions: int) -> list[int]:
-    """Return the K + 1 positions of the cut with the least sum of squares, no partition reaching beyond its `ends`.
+    """Return the K + 1 positions of the cut with the least sum of squares, where no partition exceeds its `ends`.
 
-    best_k(j) = min over i of best_{k-1}(i) + (prefix[j] - prefix[i])^2. Of two starts, the later one, once better at
-    some j, stays better at every larger j: the cost of a partition is Monge, also where `ends` makes it infinite. So
-    the starts that are best somewhere form a queue, ordered by the j from which each is best: about K * L steps in all.
+    best_k(j) = min over i of best_{k-1}(i) + (prefix[j] - prefix[i])^2. Once the later of two starts is better at some
+    j, it stays better at every larger j: the cost of a partition is Monge, even where `ends` makes it infinite. So the
+    starts that are best somewhere form a queue, ordered by the j from which each is best: about K * L steps in all.
     """
     best = {0: 0}
     choices = []
@@ -124,7 +124,7 @@ def _least_squares_cuts(prefix: list[int], ends: list[int], num_partitions: int)
 
 
 def _takeover(prefix: list[int], ends: list[int], intercepts: dict[int, int], earlier: int, later: int) -> int:
-    """Return the first end for which a partition better starts at `later` than at `earlier`, which wins ties."""
+    """Return the first end for which starting at `later` beats starting at `earlier`, which wins ties."""
     gap, rise = prefix[later] - prefix[earlier], intercepts[later] - intercepts[earlier]
     better = later + 1 if rise < 0 else len(prefix)
     if gap:
@@ -147,7 +147,7 @@ def _limit_ends(prefix: list[int], limit: int, memory_ends: list[int]) -> list[i
 
 
 def _furthest_ends(prefix: Sequence[int], limit: int) -> list[int]:
-    """Return, for each start, the furthest end so that the layers between them sum to at most `limit`."""
+    """Return, for each start, the furthest end such that the layers between them sum to at most `limit`."""
     return [bisect_right(prefix, start + limit) - 1 for start in prefix[:-1]]
 
 

@@ -1,4 +1,4 @@
-"""Keep as many graphs as there is memory for: rematerialize=fit."""
+"""Keep as many graphs as fit the memory: rematerialize=fit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gpipe.planning.memory import StageMemory, StateRatios, Walk
 
 @dataclass(frozen=True)
 class Fit:
-    """Which micro-batches are recomputed: those whose graphs a device has no memory for.
+    """Recompute the micro-batches whose graphs do not fit a device's memory.
 
     Attributes:
-        memory_bytes: what the planned peak of a device may reach.
+        memory_bytes: the most that the planned peak of a device may be.
     """
 
     memory_bytes: int
@@ -31,8 +31,8 @@ class Order(NamedTuple):
         num_stages: K.
         num_microbatches: M.
         stages_per_device: of all devices.
-        synchronizes: whether statistics of batch norms travel between replicas, which takes memory.
-        averages: whether gradients do.
+        synchronizes: whether replicas exchange statistics of batch norms, which takes memory.
+        averages: whether replicas average gradients.
     """
 
     schedule: str
@@ -54,13 +54,13 @@ def fit_graphs(
     ratios: StateRatios,
     memory_bytes: int,
 ) -> Rematerialization:
-    """Return how many graphs of forwards each stage may keep at once, or the mode that this comes to.
+    """Return how many micro-batches' graphs each stage may keep at once, or the mode that is equivalent.
 
     Args:
         order: of the tasks.
         devices: the stages of each, by index.
-        ratios: of what belongs to parameters.
-        memory_bytes: what the peak of a device may reach.
+        ratios: the bytes that belong to parameters.
+        memory_bytes: the most that the peak of a device may be.
     """
     counts = [0] * order.num_stages
     for device, stages in enumerate(devices):
@@ -76,7 +76,7 @@ def fit_graphs(
 def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
     """Return a number for each stage of a device, at most `most`, such that they fit.
 
-    All get the same number, and then one after the other one more, as long as there is memory.
+    All get the same number; then each stage in turn gets as many more as fit.
     """
     good, bad = 0, max(most) + 1
     while bad - good > 1:
@@ -92,16 +92,16 @@ def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tupl
     return tuple(counts)
 
 
-# The answers below do not depend on the cut, for which many cuts ask.
+# The results below do not depend on the cut, and many cuts need them.
 @lru_cache(maxsize=64)
-def _whole(order: Order) -> StepSchedule:
+def _list_tasks(order: Order) -> StepSchedule:
     return order.tasks(Rematerialize.NEVER)
 
 
 @lru_cache(maxsize=2**12)
 def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
-    """Return the walk through a device's tasks; `mode` has a number for each of the device's stages, or is one."""
-    tasks = _whole(order)[device]
+    """Return the walk through a device's tasks; `mode` is a mode, or a number for each of the device's stages."""
+    tasks = _list_tasks(order)[device]
     if isinstance(mode, tuple):
         every = [0] * order.num_stages
         for stage, count in zip(sorted({task.stage for task in tasks}), mode, strict=True):
@@ -113,8 +113,8 @@ def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
 
 @lru_cache(maxsize=2**12)
 def _count_at_once(order: Order, device: int) -> tuple[int, ...]:
-    """Return how many micro-batches of each stage are between forward and backward at once, at most."""
-    tasks = _whole(order)[device]
+    """Return the most micro-batches of each stage that are between forward and backward at once."""
+    tasks = _list_tasks(order)[device]
     return tuple(_count_in(tasks, stage) for stage in sorted({task.stage for task in tasks}))
 
 
@@ -129,8 +129,8 @@ def _count_in(tasks: Sequence[Task], stage: int) -> int:
 
 @lru_cache(maxsize=2**12)
 def _name(order: Order, counts: tuple[int, ...]) -> Rematerialization:
-    """Return the mode that numbers of graphs come to, else the numbers."""
+    """Return the mode that is equivalent to numbers of graphs, or else the numbers."""
     for mode in (Rematerialize.NEVER, Rematerialize.ALWAYS, Rematerialize.EXCEPT_LAST):
-        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in _whole(order)):
+        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in _list_tasks(order)):
             return mode
     return counts

@@ -1,8 +1,8 @@
-"""Profiles for many sizes of micro-batches from two of them.
+"""Profiles for many sizes of micro-batches, interpolated between two of them.
 
-What a layer computes, moves, keeps, and holds at any moment grows with the examples in a straight line. A peak is the
-highest moment, which may be another one for each size. So where two sizes have the same operations and moments, what
-lies between them is exact.
+What a layer computes, moves, keeps, and holds at any moment is linear in the number of examples. A peak is the highest
+moment, which may differ from size to size. So if two sizes have the same operations and moments, interpolation between
+them is exact.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Profiler = Callable[[int], list[LayerProfile]]
 
 
 class KnownProfiles:
-    """Describes a model with micro-batches of any size: each size once, and none that lies between two others.
+    """Describes a model with micro-batches of any size: each size once, interpolating between two known sizes.
 
     Args:
-        profiler: describes it in earnest, which takes seconds; raises ValueError for a size that cannot be.
-        estimates: whether a size lies between two others even where these do not have the same operations and moments;
-            else only where what lies between is exact.
+        profiler: describes the model, which takes seconds; raises ValueError for a size that is not possible.
+        estimates: whether to interpolate even between sizes whose operations or moments differ; otherwise only where
+            interpolation is exact.
     """
 
     def __init__(self, profiler: Profiler, *, estimates: bool = False) -> None:
@@ -51,7 +51,7 @@ class KnownProfiles:
         return self._between[size]
 
     def describe_ends(self, sizes: Iterable[int]) -> None:
-        """Describe the smallest and the largest of some sizes that can be: all others lie between."""
+        """Describe the smallest and the largest possible of some sizes: all others lie between them."""
         ordered = sorted(set(sizes))
         for inwards in (ordered, reversed(ordered)):
             for size in inwards:
@@ -69,13 +69,13 @@ class KnownProfiles:
 
 
 class _Share(NamedTuple):
-    """A part of a length, both whole numbers: FLOPs exceed what floating-point numbers count one by one."""
+    """A part of a length, both integers: numbers of FLOPs exceed the integers that floats represent exactly."""
 
     part: int
     length: int
 
     def of(self, one: int, other: int) -> int:
-        """Return what lies between two numbers."""
+        """Interpolate between two numbers."""
         return one + self.part * (other - one) // self.length
 
 
@@ -86,7 +86,7 @@ class _DifferentError(Exception):
 def _interpolate_all(
     small: Sequence[LayerProfile], large: Sequence[LayerProfile], share: _Share, *, is_exact: bool
 ) -> list[LayerProfile] | None:
-    """Return what lies between; None where the two differ in more than numbers, or it is to be exact and is not."""
+    """Interpolate; return None if the two differ in more than numbers, or if it must be exact and is not."""
     made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
     try:
         for one, other in zip(small, large, strict=True):
@@ -126,7 +126,7 @@ def _interpolate(one: Any, other: Any, share: _Share, is_exact: bool) -> Any:
 
 
 def _find_layers(value: Any) -> tuple[int | None, ...]:
-    """Return the layers that an input or a gradient names: nothing lies between two of them."""
+    """Return the layers that an input or a gradient names; they cannot be interpolated."""
     if isinstance(value, Input):
         return value.made_by, value.freed_by, value.kept_by
     return (value.made_by,) if isinstance(value, Arrival) else ()
@@ -137,5 +137,5 @@ def _is_work(value: Any) -> bool:
 
 
 def _add_up(operations: Sequence[Work]) -> tuple[Work]:
-    """Return all operations as one: a loss reads the logits of more examples in more pieces."""
+    """Return all operations as one: a loss splits the logits of more examples into more pieces."""
     return (Work(*map(sum, zip(*operations, strict=True))),) if operations else (Work(0, 0),)

@@ -1,4 +1,4 @@
-"""What operations allocate and compute, counted while they run on tensors without data."""
+"""Count what operations allocate and compute while they run on tensors without data."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Moment(NamedTuple):
 
     Attributes:
         live: of the storages that the ledger counts.
-        added: what the caller says would be alive besides.
+        added: what would also be alive according to the caller.
         aside: the part of `live` that was set aside.
-        waiting: of the storages that somebody would hold for longer, and that have died.
+        waiting: of storages that have died but would be held for longer.
     """
 
     live: int
@@ -44,11 +44,11 @@ class Moment(NamedTuple):
 
 @dataclass
 class Aside:
-    """What was done beside a ledger.
+    """What was done without counting in a ledger.
 
     Attributes:
         work: of each operation.
-        peak_bytes: of what it allocated, at most at once; known at its end.
+        peak_bytes: the peak of what was allocated; known at the end.
     """
 
     work: list[Work]
@@ -56,24 +56,24 @@ class Aside:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes every operation inside: which storages are alive, then and at any moment, and the work.
+    """Notes every operation in the body: which storages are alive at each moment, and the work.
 
-    A storage lives from the operation that returns it to the moment when nobody refers to it any more: what a graph
-    keeps for backward is alive. What an operation takes and frees inside of itself, such as a convolution's workspace,
-    is seen where it is measured.
+    A storage lives from the operation that returns it until nothing refers to it any more: what a graph keeps for
+    backward is alive. What an operation allocates and frees internally, such as a convolution's workspace, is only seen
+    if it is measured.
 
     Args:
-        elsewhere: tensors that outlive the ledger and are counted by somebody else, such as parameters.
-        measured: measures what operations take inside of themselves; None measures nothing.
-        converted: the type that autocast gives weights, which it then keeps for the whole step; None without autocast.
+        elsewhere: tensors that outlive the ledger and are counted elsewhere, such as parameters.
+        measured: measures the internal memory of operations; None measures nothing.
+        converted: the type of autocast's copies of weights, which it keeps for the whole step; None without autocast.
 
     Attributes:
-        live_bytes: now.
-        moments: since `start_moments`, one for each storage that came.
-        added_bytes: what the caller says would be alive besides; `start_moments` makes it 0.
+        live_bytes: the bytes that are alive now.
+        moments: since `start_moments`, one for each new storage.
+        added_bytes: what would also be alive according to the caller; `start_moments` sets it to 0.
         work: of each operation since `take_work`.
-        converted_bytes: of what autocast made of trainable weights; counted here alone.
-        on_free: what to call when the storage with an id dies, once.
+        converted_bytes: of autocast's copies of trainable weights; counted only here.
+        on_free: by the id of a storage, what to call once when it dies.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._measured, self._converted = measured, converted
         self.converted_bytes = 0
-        self._outside = [tensor.untyped_storage() for tensor in elsewhere]  # held: an id could become another's
+        self._outside = [tensor.untyped_storage() for tensor in elsewhere]  # held, so that their ids are not reused
         self._elsewhere = {storage._cdata for storage in self._outside}
         self.live_bytes = 0
         self.added_bytes = 0
@@ -95,8 +95,8 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aside: dict[int, int] = {}  # living storages, and their bytes
         self._aside_bytes = 0  # their sum
-        self._to_wait: set[int] = set()  # living storages that somebody would hold for longer
-        self._waiting_bytes = 0  # of those which have died
+        self._to_wait: set[int] = set()  # living storages that would be held for longer
+        self._waiting_bytes = 0  # of those that have died
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what autocast keeps
 
     @property
@@ -105,12 +105,12 @@ class Ledger(TorchDispatchMode):
         return max((moment.live for moment in self.moments), default=0)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made outside, such as a mini-batch, as alive."""
+        """Count tensors that were made outside the body, such as a mini-batch, as alive."""
         for tensor in tensors:
             self._see(tensor)
 
     def start_moments(self, aside: Iterable[Tensor] = ()) -> None:
-        """Forget the moments so far, and note this one; tensors that are set aside are told apart from here."""
+        """Forget the moments so far, and note this one; from here on count the tensors `aside` separately."""
         storages = (tensor.untyped_storage() for tensor in aside)
         self._aside = {one._cdata: one.nbytes() for one in storages if one._cdata in self._alive}
         self._aside_bytes = sum(self._aside.values())
@@ -121,13 +121,13 @@ class Ledger(TorchDispatchMode):
         self._note(self.live_bytes)
 
     def wait(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage as waiting after its death, until `start_moments`; one that is set aside is held anyway."""
+        """Count a storage as waiting after it dies, until `start_moments`; one that is set aside is held anyway."""
         if storage._cdata in self._alive and storage._cdata not in self._aside:
             self._to_wait.add(storage._cdata)
 
     @contextmanager
     def beside(self) -> Iterator[Aside]:
-        """Give what the body does, which the ledger does not count: neither its work nor what it allocates."""
+        """Give what the body does separately: the ledger counts neither its work nor what it allocates."""
         work, self.work = self.work, []
         start, num_moments = self.live_bytes, len(self.moments)
         aside = Aside(self.work)
@@ -172,7 +172,7 @@ class Ledger(TorchDispatchMode):
     def _is_conversion(self, func: Any, source: tuple[Any, ...], result: Tensor) -> bool:
         """Return whether autocast converts a weight and keeps the result, as it does for weights with a gradient.
 
-        A layer that converts one by itself looks the same here. It does so each time.
+        A layer that converts a weight itself looks the same here, although it converts it each time.
         """
         if func is not _aten._to_copy.default or result.dtype != self._converted or not source[0].requires_grad:
             return False
@@ -213,7 +213,7 @@ class Ledger(TorchDispatchMode):
 
 
 def count_moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:
-    """Count the bytes that an operation reads or writes: of a tensor that it looks things up in, only those places."""
+    """Count the bytes that an operation reads or writes; of a tensor that it indexes, only the places that it uses."""
     if func.overloadpacket in _PLACES:
         index, moved = args[2], _PLACES[func.overloadpacket]
         return int(index.nbytes + moved * index.numel() * args[0].itemsize)
@@ -239,5 +239,5 @@ _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_em
 # How often each place is read or written: input and output; summand, input and output.
 _PLACES: dict[Any, int] = {_aten.gather: 2, _aten.scatter_add_: 3}
 
-# They read as much of their first tensor as they return.
+# These read as much of their first tensor as they return.
 _ROWS = {_aten.embedding, _aten.index, _aten.index_select}

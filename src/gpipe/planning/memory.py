@@ -1,13 +1,13 @@
 """The memory of a step on each device: parameters, boundary inputs, graphs, and the peaks of computing.
 
-A device walks through its tasks; between two of them it holds, of each of its stages,
+A device walks through its tasks. Between two tasks it holds, for each of its stages,
 
     weights, buffers, optimiser state      always
-    low-precision copies of weights        throughout the step, where autocast makes them
-    gradients                              from the first backward on; those that wait, from the second task of it
+    low-precision copies of weights        throughout the step, if autocast makes them
+    gradients                              from the first backward on; deferred ones, from its second task on
     the boundary inputs (stash)            of each micro-batch between its forward and its backward
-    the graph                              of those that were kept, or are just recomputed
-    what gradients of weights wait with    between the two parts of a split backward
+    the graph                              of micro-batches that were kept, or have just been recomputed
+    what deferred gradients need           between the two parts of a split backward
 
 and during a task what the profiles of its layers say. Everything here is a sum over the layers of a partition.
 """
@@ -32,23 +32,23 @@ from gpipe.planning.profile import LayerProfile
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage holds; the peaks of its tasks are above what it held before, its input not counted.
+    """What one stage holds; the peaks of its tasks are above what it held before, without its input.
 
     Attributes:
         parameter_bytes: of weights and buffers.
-        gradient_bytes: of the gradients of the trainable ones.
-        statistics_bytes: what its batch norms note of each micro-batch until the step ends.
+        gradient_bytes: of the gradients of trainable weights.
+        statistics_bytes: what its batch norms note per micro-batch until the step ends.
         input_bytes: of one micro-batch's boundary input.
         kept_bytes: of one micro-batch's graph.
         quiet_peak_bytes: of a forward whose graph keeps no tensors.
         forward_peak_bytes: of a forward with a graph, or a recomputation.
-        backward_peak_bytes: of a backward, with all gradients there already; they are not counted.
+        backward_peak_bytes: of a backward when all gradients exist already; they are not counted.
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
         deferred_bytes: what a split backward holds until it makes the gradients of weights.
         deferred_gradient_bytes: of the gradients that are made then.
-        split_peak_bytes: of a backward that leaves them for later.
-        first_split_peak_bytes: of the first of a step, with the gradients that it makes.
-        weights_peak_bytes: of making those that wait, above what was held.
+        split_peak_bytes: of a backward that defers them.
+        first_split_peak_bytes: of the first such backward of a step, with the gradients that it makes.
+        weights_peak_bytes: of making the deferred gradients, above what was held.
         first_weights_peak_bytes: likewise for the first time in a step, with these gradients.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
         converted_bytes: of the copies of weights that autocast makes once per step.
@@ -76,12 +76,12 @@ class StageMemory:
 
     @property
     def prompt_gradient_bytes(self) -> int:
-        """Of the gradients that no backward leaves for later."""
+        """Of the gradients that are never deferred."""
         return self.gradient_bytes - self.deferred_gradient_bytes
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """All of them that tasks move, in a fixed order."""
+        """All sizes that depend on tasks, in a fixed order."""
         return _get_sizes(self)
 
 
@@ -90,10 +90,10 @@ class StateRatios(NamedTuple):
 
     Attributes:
         kept: of optimiser state and averages.
-        update: that an update allocates for a while.
-        largest: that it allocates on top, per byte of the largest parameter.
+        update: what an update allocates temporarily.
+        largest: what it allocates on top, per byte of the largest parameter.
         shared: of optimiser state, per byte of the parameters that the replica updates.
-        num_sharers: the replicas that share out the updates of parameters.
+        num_sharers: the number of replicas that split the updates of parameters.
     """
 
     kept: float
@@ -105,17 +105,16 @@ class StateRatios(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that one device needs in a step, in bytes: that of the replica which keeps most.
+    """The memory that one device needs in a step, in bytes, in the replica that keeps most.
 
     Attributes:
         parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 per parameter for the paper's
             RMSProp in float32.
-        gradient_bytes: those of them that are gradients.
+        gradient_bytes: the gradients among them.
         stash_bytes: the most boundary inputs at once.
-        activation_bytes: the most of everything that is not parameters: stash, graphs, what computing takes, copies of
-            weights.
-        converted_bytes: those of them that are the copies of weights, which autocast makes once per step.
-        peak_bytes: the most at once of all; below the sum where the peak comes before all gradients are there.
+        activation_bytes: the most of everything else at once: stash, graphs, memory of operations, copies of weights.
+        converted_bytes: the copies of weights among them, which autocast makes once per step.
+        peak_bytes: the most of all at once; below the sum if the peak comes before all gradients exist.
     """
 
     parameter_bytes: int
@@ -135,7 +134,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         end += 1
     own = profiles[first:end]
     sizes = tuple(chain.from_iterable(profile.trainable_sizes for profile in own))
-    freed = dict[int, int]()  # what the plain model frees of the stage's input, by layer; the stage holds it
+    freed = dict[int, int]()  # parts of the stage's input that the plain model frees, by layer; the stage holds them
     for received in own[0].inputs:
         if received.freed_by is not None:
             freed[received.freed_by] = freed.get(received.freed_by, 0) + received.size
@@ -146,8 +145,8 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     deferred_gradients = sum(profile.waiting_bytes for profile in own)
     later_deferred, later_prompt_gradients = deferred, gradients - deferred_gradients
     split = first_split = 0
-    # The gradients of the outputs are held until the stage's backward ends. In the plain model those of tensors that
-    # earlier layers made are alive too: in the peaks of the layers between.
+    # The gradients of the outputs are held until the stage's backward ends. The plain model also holds those of tensors
+    # that earlier layers made, and the peaks of the layers between include them.
     arrivals = profiles[end].arrivals if end < len(profiles) else ()
     given = sum(arrival.size for arrival in arrivals)
     for offset, profile in enumerate(own):
@@ -171,7 +170,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         first_split = max(first_split, held_later + split_peak + min(first_peak - peak, prompt_gradients))
         first_backward = max(first_backward, kept + first_peak + later_gradients)
     outputs = profiles[end].inputs if end < len(profiles) else ()
-    # Outputs that this stage's graph does not keep are gone when they have been sent.
+    # Outputs that this stage's graph does not keep are freed once they have been sent.
     kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and not sent.is_kept_before)
     weights_peak, first_weights_peak = _weights_peaks(own)
     return StageMemory(
@@ -203,7 +202,7 @@ def state_bytes(stages: Collection[StageMemory], ratios: StateRatios) -> int:
 
 
 def _find_updated_bytes(stages: Collection[StageMemory], ratios: StateRatios) -> int:
-    """Return the bytes of the parameters that a replica updates: of those which share them out, the one with most."""
+    """Return the bytes of the parameters that a replica updates: the most of all replicas that split them."""
     if ratios.num_sharers == 1:
         return sum(stage.gradient_bytes for stage in stages)
     sizes = tuple(chain.from_iterable(stage.trainable_sizes for stage in stages))
@@ -219,9 +218,9 @@ def _find_largest_share(sizes: tuple[int, ...], num_sharers: int) -> int:
 
 
 def _weights_peaks(own: Sequence[LayerProfile]) -> tuple[int, int]:
-    """Return the most by which gradients of weights exceed what has been let go of meanwhile, last layers first.
+    """Return the peak of making deferred gradients, last layers first, above what has been freed meanwhile.
 
-    Once where the parameters have gradients already, once for their first gradients, which stay.
+    The first number is for parameters that already have gradients; the second for their first gradients, which stay.
     """
     stay = released = peak = first_peak = 0
     for profile in reversed(own):
@@ -258,7 +257,7 @@ _FIRST_PEAKS = {
 }
 _PER_STAGE = _HELD + _PEAKS
 _INPUT, _KEPT, _STATISTICS, _DEFERRED, _PROMPT_GRADIENT, _DEFERRED_GRADIENT = range(len(_HELD))
-_GRADIENTS = {  # which of them a task makes
+_GRADIENTS = {  # which gradients a task makes
     Kind.BACKWARD: (_PROMPT_GRADIENT, _DEFERRED_GRADIENT),
     Kind.INPUT_GRADIENTS: (_PROMPT_GRADIENT,),
     Kind.WEIGHT_GRADIENTS: (_DEFERRED_GRADIENT,),
@@ -268,16 +267,16 @@ _get_sizes = attrgetter(*_PER_STAGE)
 
 @dataclass(frozen=True)
 class Walk:
-    """The tasks of a device, as far as its memory depends on them: what it may hold at once.
+    """A device's walk through its tasks: what it holds at once.
 
-    The walk through the tasks is made once, and costs a product for each cut. Its matrices say how often each of
-    `_PER_STAGE` counts, stage after stage, at each moment that differs from the others: [moments, counts].
+    The walk is made once, and then costs one product per cut. Its matrices say how often each of `_PER_STAGE` counts,
+    stage by stage, at each distinct moment: [moments, counts].
 
     Attributes:
         stages: of the device.
-        stash: the inputs that it may hold at once.
-        activations: likewise everything that is not parameters.
-        all: likewise with gradients.
+        stash: the boundary inputs that it holds at once.
+        activations: likewise for everything that is not parameters.
+        all: likewise including gradients.
     """
 
     stages: tuple[int, ...]
@@ -293,7 +292,7 @@ class Walk:
 
         Args:
             tasks: in order.
-            num_microbatches: M, of which the first stage holds all inputs throughout.
+            num_microbatches: M; the first stage holds the inputs of all throughout.
             synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
             averages: whether the last gradients of a stage are averaged over replicas.
         """
@@ -302,16 +301,16 @@ class Walk:
         stages = tuple(sorted({task.stage for task in tasks}))
         columns = {stage: place * len(_PER_STAGE) for place, stage in enumerate(stages)}
         recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-        has_gradients: dict[int, set[int]] = {stage: set() for stage in stages}  # those that it has some of
-        changes: list[tuple[int, int, int]] = []  # (row, column, by how much), of what is held during each task
-        peaks, peaks_with_gradients = [], []  # the columns of what each task takes on top
+        has_gradients: dict[int, set[int]] = {stage: set() for stage in stages}  # the kinds that it already has
+        changes: list[tuple[int, int, int]] = []  # (row, column, amount), in what is held during each task
+        peaks, peaks_with_gradients = [], []  # the columns of what each task needs on top
         for row, (kind, stage, micro_batch) in enumerate(tasks):
             column, after = columns[stage], row + 1
             keeps_graph = kind is Kind.RECOMPUTE or (stage, micro_batch) not in recomputed
             peak = with_gradients = _name_peak(kind, keeps_graph=keeps_graph)
             if kind is Kind.FORWARD:
                 changes += [(row, column + _INPUT, stage > 0), (after, column + _KEPT, keeps_graph)]
-                # Of a dropped graph the statistics stay, twice where the recomputation needs those of all replicas.
+                # The statistics outlive a dropped graph; twice, if the recomputation needs those of all replicas.
                 changes.append((after, column + _STATISTICS, 1 + (synchronizes and not keeps_graph)))
             elif kind is Kind.RECOMPUTE:
                 changes += [(after, column + _KEPT, 1), (after, column + _STATISTICS, -synchronizes)]
@@ -339,7 +338,7 @@ class Walk:
         held.index_put_(indices, torch.tensor(amounts, dtype=torch.int32), accumulate=True)
         held = held.cumsum(0, dtype=torch.int32)[:-1]
         columns_of_peaks = torch.tensor([peaks, peaks_with_gradients], dtype=torch.int32).T
-        moments = torch.cat([held, columns_of_peaks], 1).unique(dim=0)  # most are alike
+        moments = torch.cat([held, columns_of_peaks], 1).unique(dim=0)  # most are equal
         held, (at, at_with_gradients) = moments[:, :-2], moments[:, -2:].T.long()
         numbers, one = torch.arange(len(moments)), torch.ones((), dtype=torch.int32)
         everything = held.index_put((numbers, at_with_gradients), one)
@@ -351,11 +350,11 @@ class Walk:
         return cls(stages, *(rows.double() for rows in (stash, activations, everything)))
 
     def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> DeviceMemory:
-        """Return what a device with these tasks needs at most.
+        """Return the most that a device with these tasks needs.
 
         Args:
             stages: those of the device, by index.
-            ratios: of what belongs to parameters.
+            ratios: the bytes that belong to parameters.
         """
         # Whole numbers below 2**53 are exact.
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
@@ -367,20 +366,20 @@ class Walk:
             int((counts @ sizes).max().item()) for counts in (self.stash, self.activations, self.all)
         )
         updated = int(ratios.update * _find_updated_bytes(stages.values(), ratios) + ratios.largest * largest)
-        if ratios.num_sharers > 1:  # two buckets of parameters travel at once
+        if ratios.num_sharers > 1:  # two buckets of parameters are in transit at once
             updated = max(updated, min(gradients, 2 * max(stage.bucket_bytes for stage in stages.values())))
         return DeviceMemory(
             parameter_bytes=fixed + gradients,
             gradient_bytes=gradients,
             stash_bytes=stash,
             activation_bytes=converted + activations,
-            peak_bytes=fixed + max(converted + most, gradients + updated),  # an update has no activations beside it
+            peak_bytes=fixed + max(converted + most, gradients + updated),  # no activations exist during an update
             converted_bytes=converted,
         )
 
 
 def _name_peak(kind: Kind, *, keeps_graph: bool) -> str:
-    """Return the size of the peak of a task in which the stage has its gradients already."""
+    """Return the name of a task's peak, if the stage already has its gradients."""
     if kind is Kind.WEIGHT_GRADIENTS:
         return "weights_peak_bytes"
     if kind.makes_gradients:

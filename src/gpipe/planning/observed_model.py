@@ -1,4 +1,4 @@
-"""The plain model at work, layer by layer, on tensors without data: what is alive at each moment, what is computed."""
+"""The plain model, run layer by layer on tensors without data: what is alive at each moment, and what is computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSES = (
 )
 _FAILURE = "cannot be described without data"
 _REMEDY = (
-    "check the example's shape, or, if the layer looks at values, describe it with measure_layers, or give "
+    "check the example's shape, or, if the layer reads values, describe it with measure_layers, or give "
     "partition_layers your own costs"
 )
 
@@ -40,13 +40,13 @@ _REMEDY = (
 class Input(NamedTuple):
     """One tensor of a layer's input, and how long the plain model holds it; layers are counted from this one.
 
-    A stage that begins with the layer holds all of them; one that ends before it, those that its own graph keeps.
+    A stage that begins with the layer holds all of them; a stage that ends before it holds those that its graph keeps.
 
     Attributes:
         size: bytes.
-        made_by: the layer that made it: -1 is the one before.
-        freed_by: the layer that was the last to need it, where no graph keeps it; else None.
-        kept_by: the first layer whose graph keeps it; else None.
+        made_by: the layer that made it; -1 is the one before.
+        freed_by: the last layer that needs it, if no graph keeps it; otherwise None.
+        kept_by: the first layer whose graph keeps it, if one does; otherwise None.
     """
 
     size: int
@@ -65,7 +65,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         size: bytes, as it would travel over a boundary.
-        storage_size: bytes that the plain model holds for it, such as those of a larger gradient that it is a part of.
+        storage_size: bytes that the plain model holds for it, which may be a larger gradient that it is part of.
         made_by: the layer that made the tensor, whose backward is the first to use the gradient.
     """
 
@@ -79,9 +79,9 @@ class WaitingGradient(NamedTuple):
 
     Attributes:
         size: bytes that the product makes.
-        peak_bytes: at most while it does, these included.
-        final_size: bytes of the parameters' gradients that become of them.
-        is_added: whether they are added at once where the parameters have gradients; else they wait for others.
+        peak_bytes: the peak while it does, including these.
+        final_size: bytes of the parameters' gradients that result.
+        is_added: whether they are added directly if the parameters have gradients; otherwise they wait for others.
     """
 
     size: int
@@ -91,7 +91,7 @@ class WaitingGradient(NamedTuple):
 
 
 class ObservedModel:
-    """The plain model at work, layer by layer, with a ledger of what that takes."""
+    """The plain model, run layer by layer, with a ledger of its memory and work."""
 
     def __init__(self, layers: Iterable[nn.Module], loss: Callable[[Any, Any], Any], ledger: Ledger) -> None:
         self.layers: list[nn.Module | None] = [*layers, None]
@@ -101,7 +101,7 @@ class ObservedModel:
         self.input_bytes: list[int] = []
         self.boundary_bytes: list[int] = []
         self._is_backward = False
-        self._boundaries: dict[int, list[int]] = {}  # of each living storage, the layers that it is an input of
+        self._boundaries: dict[int, list[int]] = {}  # for each living storage, the layers that it is an input of
         self.inputs: list[list[Input]] = [[] for _ in self.layers]
         self.arrivals: list[list[Arrival]] = [[] for _ in self.layers]
         self.live_after = [0] * len(self.layers)
@@ -110,7 +110,7 @@ class ObservedModel:
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
         self.waiting_gradients: list[list[WaitingGradient]] = [[] for _ in self.layers]
         self.converted_bytes = [0] * len(self.layers)
-        # What waits for them: storages, which may be gone by now, and their bytes.
+        # What is held for them: storages, which may be gone by now, and their bytes.
         self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
 
     def forward(self, value: Any, targets: Any, kind: str) -> Tensor:
@@ -138,7 +138,7 @@ class ObservedModel:
         return payload.tensors[0]
 
     def forward_quietly(self, value: Any, targets: Any) -> None:
-        """Run all layers and the loss as `Stage.forward` runs what will be recomputed."""
+        """Run all layers and the loss as `Stage.forward` does for a later recomputation."""
         try:
             with without_saved_tensors():
                 self.forward(value, targets, "quiet")
@@ -148,7 +148,7 @@ class ObservedModel:
             self.forward(value, targets, "quiet")
 
     def _follow(self, index: int, payload: Payload) -> int:
-        """Note when each tensor of a layer's input dies; return the bytes of all."""
+        """Note when each tensor of a layer's input dies; return the bytes of all of them."""
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in payload.tensors}
         for key, size in storages.items():
             self._boundaries.setdefault(key, []).append(index)
@@ -156,7 +156,7 @@ class ObservedModel:
         return sum(storages.values())
 
     def _cross(self, index: int, payload: Payload) -> Payload:
-        """Return a layer's input as it is; the gradients that arrive there will be noted."""
+        """Return a layer's input unchanged, and note the gradients that will arrive there."""
         wanted = [tensor for tensor in payload.tensors if tensor.requires_grad]
         if not wanted:
             return payload
@@ -185,21 +185,21 @@ class ObservedModel:
             self.inputs[boundary].append(Input(size, boundaries[0] - 1 - boundary, freed, kept))
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; note moments and work. A graph lets go of what it keeps layer by layer."""
+        """Run the backward pass; note moments and work. The graph frees what it keeps layer by layer."""
         self._is_backward = True
         self.ledger.start_moments()
         self.position = len(self.layers) - 1
         with self._blamed():
-            if loss.requires_grad:  # else everything is frozen
+            if loss.requires_grad:  # otherwise everything is frozen
                 _, products = find_products([get_gradient_edge(loss).node])
                 hooks = [product.node.register_prehook(partial(self._defer, product)) for product in products]
                 loss.backward()
-                for hook in hooks:  # which know their operations
+                for hook in hooks:  # they refer to their operations
                     hook.remove()
         self._note_backward()
 
     def _defer(self, product: DeferredProduct, gradients: tuple[Tensor | None, ...]) -> None:
-        """Note what it would take and hold to make the gradients of a product's weights later."""
+        """Note what making the gradients of a product's weights later would take, and hold until then."""
         if (gradient := gradients[0]) is None:
             return
         inputs = product.inputs
@@ -232,7 +232,7 @@ class ObservedModel:
             raise layer_error(name, error, _FAILURE, _REMEDY) from error
 
     def let_go(self, parameter: Tensor) -> None:
-        """Drop a gradient that has just been computed, and note what keeping it would have cost."""
+        """Drop a gradient that has just been computed, and note the memory that it would have kept."""
         assert parameter.grad is not None
         self.ledger.added_bytes += parameter.grad.nbytes
         parameter.grad = None
@@ -250,7 +250,7 @@ class ObservedModel:
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity between two layers, which tells of the gradients that arrive."""
+    """The identity between two layers, which reports the gradients that arrive."""
 
     @staticmethod
     def forward(ctx: Any, tell: Callable[[tuple[Tensor | None, ...]], None], *tensors: Tensor) -> tuple[Tensor, ...]:

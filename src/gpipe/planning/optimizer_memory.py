@@ -17,9 +17,9 @@ NUM_PARAMETERS = 64
 
 
 def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]) -> StateRatios:
-    """Return what an optimizer needs. It is tried on a CPU.
+    """Return what an optimizer needs, found by running it on a CPU.
 
-    make: from names and parameters; with the update that it has where it will run, such as the fused one of GPUs.
+    make: makes it from named parameters, with the implementation that it will run with, such as the fused one on GPUs.
     """
     kept, one = _try(make, 1)
     kept, many = _try(make, NUM_PARAMETERS)
@@ -28,7 +28,7 @@ def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer
 
 
 def _try(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], num_parameters: int) -> tuple[float, float]:
-    """Return what an optimizer of some equal parameters keeps, and what its update allocates, per byte of them."""
+    """Return what an optimizer of equal parameters keeps, and what its update allocates, per byte of parameters."""
     parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -43,7 +43,7 @@ def _try(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], num_pa
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that operations in the body make; `known` were there before."""
+    """Counts the bytes of tensors that operations in the body make; `known` existed before."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

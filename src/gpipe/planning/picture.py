@@ -1,4 +1,4 @@
-"""The picture of timelines, measured or simulated."""
+"""Draw timelines, measured or simulated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ COLORS = {
     Kind.INPUT_GRADIENTS: "#7d9d5b",
     Kind.WEIGHT_GRADIENTS: "#bcd0a4",
 }
-_DIGIT_WIDTH = 0.0085  # of the picture's, with some room
+_DIGIT_WIDTH = 0.0085  # as a fraction of the picture's width, with some margin
 
 
 def plot(timelines: dict[str, Timeline], path: str | Path) -> None:
-    """Draw timelines below each other on one scale of time, one row per device; write a PNG, or an SVG if so named.
+    """Draw timelines below each other on the same time scale, one row per device.
 
     Args:
         timelines: by title, such as "measured" and "simulated".
-        path: of the picture.
+        path: of the picture; its suffix, such as .png or .svg, chooses the format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state of pyplot
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def plot(timelines: dict[str, Timeline], path: str | Path) -> None:
 
 
 def _draw(axis: Any, title: str, timeline: Timeline, longest_milliseconds: float) -> None:
-    """Draw one timeline; a number stands in each box that is wide enough for it."""
+    """Draw one timeline, with the micro-batch's number in each box that is wide enough."""
     begin = min(event.start for event in timeline.events)
     for task, start, end in timeline.events:
         row, left, width = timeline.row(task), (start - begin) * 1e3, (end - start) * 1e3

@@ -1,4 +1,4 @@
-"""One model on accelerators of one kind: what a step takes, and what would fit instead."""
+"""One model on accelerators of one kind: the plan of a step, and what would fit if it does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting, plan_step
 
 Cut = Callable[[Sequence[LayerProfile], Setting, Evaluation | None], list[int]]
-"""(profiles, setting, evaluation) -> the number of layers of each stage; raises ValueError where that cannot be."""
+"""(profiles, setting, evaluation) -> the number of layers of each stage; raises ValueError if there is no such cut."""
 
 
 @dataclass
@@ -25,17 +25,17 @@ class Planner:
     """Plans steps of one model with one mini-batch.
 
     Attributes:
-        profiler: describes the model; what it returns is kept.
-        cut: chooses the partitions; what it returns is kept.
-        batch_size: N, examples of a mini-batch, of all replicas.
-        accelerator: what every stage gets.
+        profiler: describes the model; its results are cached.
+        cut: chooses the partitions; its results are cached.
+        batch_size: N, the examples of a mini-batch over all replicas.
+        accelerator: what each stage runs on.
         speed: what the accelerator reaches.
-        auxiliary_parameters: how many of the model's only training uses.
-        min_microbatch_size: examples that batch norm must see at once; settings that leave it fewer cannot be.
-        seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
-        evaluation: plans the memory of evaluations, which have to fit too; None where there are none.
-        varies_in_length: whether examples are planned with the greatest length, and a mini-batch of shorter ones has
-            more of them.
+        auxiliary_parameters: the number of the model's parameters that only training uses.
+        min_microbatch_size: the fewest examples that batch norm may see at once; settings with fewer are refused.
+        seconds: profiles -> the seconds of each layer and the loss; None plans them with `speed`.
+        evaluation: plans the memory of evaluations, which must fit too; None if there are none.
+        varies_in_length: whether examples vary in length: they are planned with the greatest length, and a mini-batch
+            of shorter ones has more of them.
     """
 
     profiler: Profiler
@@ -56,7 +56,7 @@ class Planner:
         """Plan a step.
 
         Raises:
-            ValueError: the model cannot be cut so.
+            ValueError: the model cannot be cut like this.
         """
         profiles, seconds, shortened = self.describe(setting)
         partitions, evaluation = self._cut(setting), self._evaluate(setting)
@@ -73,7 +73,7 @@ class Planner:
     def _with_shorter(
         self, found: Plan, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting
     ) -> Plan:
-        """Return the plan of a mini-batch that has one example per micro-batch, and as much to compute.
+        """Return the plan of a mini-batch with all M micro-batches, of shorter examples, and the same total work.
 
         Memory and stages stay those of the longest examples.
         """
@@ -85,18 +85,18 @@ class Planner:
         return replace(timed, stages=found.stages, memory=found.memory, utilization=share * timed.utilization)
 
     def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
-        """Return profiles and seconds with the largest micro-batch, and the setting with as many as there are.
+        """Return profiles and seconds with the largest micro-batch, and the setting with the actual number of them.
 
         Raises:
-            ValueError: such micro-batches cannot be.
+            ValueError: micro-batches would be too small.
         """
         profiles, setting = self._profiles_for(setting)
-        if id(profiles) not in self._layer_seconds:  # they are kept
+        if id(profiles) not in self._layer_seconds:  # the profiles are cached, so ids are unique
             self._layer_seconds[id(profiles)] = list((self.seconds or self.speed.seconds)(profiles))
         return profiles, self._layer_seconds[id(profiles)], setting
 
     def find_microbatch_size(self, setting: Setting) -> int | None:
-        """Return how many examples the largest micro-batch has; None if the smallest has too few for batch norm."""
+        """Return the size of the largest micro-batch; None if the smallest has too few examples for batch norm."""
         try:
             return max(self._split(setting))
         except ValueError:
@@ -106,7 +106,7 @@ class Planner:
         """Return the memory of the fullest device.
 
         Raises:
-            ValueError: the model cannot be cut so.
+            ValueError: the model cannot be cut like this.
         """
         profiles, shortened = self._profiles_for(setting)
         return peak_bytes(profiles, self._cut(setting), shortened, self._evaluate(setting))
@@ -120,7 +120,7 @@ class Planner:
         return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
-        """Return whether each device has room for what it needs, within the limit of the cut if that has one."""
+        """Return whether each device has enough memory, and stays within the limit of the cut if that has one."""
         room = self.accelerator.memory_bytes
         try:
             return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
@@ -130,8 +130,8 @@ class Planner:
     def _find_least_peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device with the best cut by memory.
 
-        It is found much faster than the cut of a run, and most settings that do not fit exceed the room even so.
-        Where devices have several stages, this is the cut of the run.
+        It is found much faster than the cut of a run, and most settings that do not fit exceed the memory even with it.
+        If devices have several stages, this uses the cut of the run.
         """
         if setting.stages_per_device > 1:
             return self.peak_bytes(setting)
@@ -155,7 +155,7 @@ class Planner:
         return found
 
     def _larger_num_microbatches(self, setting: Setting) -> int | None:
-        """Return the smallest of 2 M, 4 M and so on that fits; None where none does."""
+        """Return the smallest of 2 M, 4 M and so on that fits; None if none does."""
         least = math.inf
         numbers = doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas)
         settings = [replace(setting, num_microbatches=number) for number in numbers]
@@ -170,12 +170,12 @@ class Planner:
             except ValueError:  # such as too few examples for batch norm
                 return None
             if self.accelerator.memory_bytes < peak and 0.99 * least < peak:
-                return None  # what is left are boundary inputs, of the mini-batch whatever M is
+                return None  # what remains are boundary inputs of the whole mini-batch, for any M
             least = peak
         return None
 
     def _profiles_for(self, setting: Setting) -> tuple[list[LayerProfile], Setting]:
-        """Return the profiles with the largest micro-batch, and the setting with as many of them as there are."""
+        """Return the profiles with the largest micro-batch, and the setting with the actual number of micro-batches."""
         sizes = self._split(setting)
         size = max(sizes)
         if size not in self._profiles:
@@ -195,13 +195,13 @@ class Planner:
 
 
 def find_largest_size(fits: Callable[[int], bool], start: int, step: int, most: int = sys.maxsize) -> int | None:
-    """Return the largest of start, start + step and so on that fits; None where the first does not.
+    """Return the largest of start, start + step and so on that fits; None if the first does not.
 
     Args:
-        fits: whether a size does, taken to be so for all sizes up to some one.
+        fits: whether a size fits; assumed to hold for all sizes up to some largest one.
         start: the smallest size.
         step: between sizes.
-        most: where the search ends: a size below twice this one is returned, although a larger one may fit.
+        most: the search ends once a size of at least this fits, although a larger one may fit.
     """
     if not fits(start):
         return None

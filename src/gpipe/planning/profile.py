@@ -1,7 +1,7 @@
 """The one description of a layer: what it computes in a step with a micro-batch, and what it keeps in memory.
 
-The whole model runs forward and backward on tensors that have shapes and no data (torch's FakeTensorMode). So a giant
-is described in seconds, and nothing is allocated. The figures of any partition are sums of its layers': see memory.py.
+The whole model runs forward and backward on tensors that have shapes but no data (torch's FakeTensorMode). So a giant
+is described in seconds, and nothing is allocated. A partition's figures are sums over its layers: see memory.py.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ class LayerProfile:
     """One layer, or the loss, with a micro-batch; bytes are of tensors, peaks are above what was held before.
 
     Attributes:
-        parameters: their number, frozen ones too.
+        parameters: their number, including frozen ones.
         parameter_bytes: the size of its parameters.
-        trainable_sizes: the size of each of those that get a gradient.
+        trainable_sizes: the size of each parameter that gets a gradient.
         buffer_bytes: the size of its buffers.
-        statistics_bytes: what its batch norms note of each micro-batch until the step ends.
+        statistics_bytes: what its batch norms note per micro-batch until the step ends.
         forward: the work of each operation of the forward function.
         backward: likewise of the backward pass.
-        weight_gradients: the part of that work that a split backward leaves for later.
+        weight_gradients: the part of that work that a split backward defers.
         deferred_bytes: what it holds until then.
         waiting_gradients: what each of its products makes then, in the order of a backward.
-        input_bytes: the size of what it takes from the layer before, as the plain model holds it.
-        boundary_bytes: the size of that as it would travel over a boundary: of views, what they show.
+        input_bytes: the size of its input from the layer before, as the plain model holds it.
+        boundary_bytes: the size of its input as it would travel over a boundary: of views, only what they show.
         inputs: the tensors of its input, except those that outlive the step.
         arrivals: the gradients that its backward, and those of later layers, give the layers before.
-        kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
+        kept_bytes: how much the graph of the plain model grows over it, less what it frees of earlier layers.
         forward_peak_bytes: in its forward function, with a graph.
         quiet_peak_bytes: in its forward function, with a graph that keeps no tensors.
         backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
-            parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
+            parameter's gradient is freed as soon as it could be added to that of an earlier micro-batch.
         first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
         last_backward_peak_bytes: in its backward pass as the last layer of a stage. The gradients that arrive are not
             counted: the stage holds them until its backward ends.
         last_first_backward_peak_bytes: likewise in the first backward pass of a step.
-        split_backward_peak_bytes: in its backward pass, with what waits until the gradients of its weights are made.
+        split_backward_peak_bytes: in its backward pass, including what is held until its weights' gradients are made.
         last_split_backward_peak_bytes: likewise as the last layer of a stage.
-        tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
-        converted_bytes: of the copies of its weights that autocast makes once per step; nothing else here counts them.
-        heights: for each pass, what was held at every moment; the peak is the largest. Where a number of examples
-            makes another moment the largest one, these say so.
+        tied_parameters: how many of its parameters an earlier layer has too; each layer has its own copy.
+        converted_bytes: the copies of its weights that autocast makes once per step; nothing else here counts them.
+        heights: what was held at every moment of each pass; the peak is the largest. With other numbers of examples,
+            another moment may be the largest.
     """
 
     parameters: int
@@ -100,14 +100,14 @@ class LayerProfile:
 
     @cached_property
     def waiting_bytes(self) -> int:
-        """The size of the parameters' gradients that a split backward leaves for later."""
+        """The size of the parameters' gradients that a split backward defers."""
         return sum(gradient.final_size for gradient in self.waiting_gradients)
 
     @cached_property
     def weights_peaks(self) -> tuple[int, int]:
-        """The peak of making these gradients: where the parameters have some already, and for the first time.
+        """The peaks of making these gradients: when the parameters already have gradients, and for the first time.
 
-        What autocast's products make goes through autograd, which converts it, up to `CACHE_BYTES` together.
+        Gradients under autocast go through autograd, which converts them, up to `CACHE_BYTES` together.
         """
         made = converted = stay = peak = first_peak = 0
         for gradient in self.waiting_gradients:
@@ -136,7 +136,7 @@ class LayerProfile:
 
     @property
     def returned_bytes(self) -> int:
-        """The size of the gradients of its input, as they would travel over a boundary."""
+        """The size of the gradients of its input as they would travel over a boundary."""
         return sum(arrival.size for arrival in self.arrivals)
 
 
@@ -147,14 +147,14 @@ class LayerCost:
     Attributes:
         flops: FLOPs of the forward function, a multiply-add as 2: of matrix products, convolutions and attention. All
             else (activation functions, norms, pools, embeddings) counts 0: it is bound by memory, not arithmetic, and
-            small beside a product. Partitioning takes zeros; where time goes into what this leaves out, partition by
+            small beside a product. Partitioning accepts zeros; if these operations take much time, partition by
             `seconds`.
-        parameters: number of parameters, frozen ones too; one that two layers share counts in both, as each gets a
-            copy.
+        parameters: the number of parameters, including frozen ones; one that two layers share counts in both, as each
+            gets a copy.
         parameter_bytes: the size of those parameters.
         output_bytes: bytes that would travel over a boundary after the layer; a tensor that occurs twice travels once.
-        seconds: median forward time; None where it was not measured.
-        tied_parameters: how many of the parameters an earlier layer shares: what all parameters exceed the model's by.
+        seconds: median forward time; None if it was not measured.
+        tied_parameters: how many of its parameters an earlier layer has too; the model has them only once.
     """
 
     flops: int
@@ -166,18 +166,18 @@ class LayerCost:
 
 
 def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
-    """Describe every layer in training mode: nothing is computed, and no memory is taken.
+    """Describe every layer in training mode, without computing or allocating anything.
 
-    The layers, `example` and torch's global generators stay as they are; layers on the meta device are welcome.
+    The layers, `example` and torch's global generators stay as they are; layers may be on the meta device.
 
     Args:
         layers: the whole model, in order.
-        example: an input of the first layer, with the shapes and types of a micro-batch; only those are looked at. It
-            may have the marks of `gpipe.split_along` and `gpipe.replicated`.
+        example: an input of the first layer, with the shapes and types of a micro-batch; only those are read. It may be
+            marked with `gpipe.split_along` and `gpipe.replicated`.
 
     Raises:
-        TypeError: the layers are no nn.Sequential.
-        ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
+        TypeError: the layers are not an nn.Sequential.
+        ValueError: a layer cannot be described without data, for example because it reads the values of its input.
     """
     refuse_no_sequence(layers)
     profiles = profile_layers(layers, _sum_outputs, (example, None))
@@ -194,7 +194,7 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
 
 
 def _sum_outputs(outputs: Any, _: Any) -> Tensor:
-    """Stand in for the loss of a model that is given without one."""
+    """Replace the loss of a model that is given without one."""
     tensors = [tensor for tensor in Payload.of(outputs).tensors if tensor.is_floating_point()]
     return sum((tensor.sum() for tensor in tensors), start=torch.zeros(()))
 
@@ -208,26 +208,26 @@ def profile_layers(
     measured: OperationMemory | None = None,
     training: bool = True,
 ) -> list[LayerProfile]:
-    """Describe each layer, and after them the loss; nothing is computed or allocated.
+    """Describe each layer, and then the loss; nothing is computed or allocated.
 
     The layers, the example and torch's global generators stay as they are.
 
     Args:
         layers: the whole model, in order, on any device.
         loss: as for `Pipeline`.
-        example: (inputs, targets) of a micro-batch; only shapes and types are looked at.
+        example: (inputs, targets) of a micro-batch; only shapes and types are read.
         autocast: makes the context in which the layers run, for the "cpu" type of device.
-        measured: runs some of the layers' operations on this machine's processor, for a plan of what they take there
-            inside of themselves; None leaves that out.
-        training: whether the layers are in training mode; else in evaluation mode and without graphs, so that what a
-            profile says of graphs and backward means nothing.
+        measured: runs operations of the layers on this machine's CPU, to plan the memory that they take internally
+            there; None leaves that out.
+        training: whether the layers are in training mode; otherwise in evaluation mode and without graphs: then what a
+            profile says about graphs and backward has no meaning.
 
     Raises:
-        ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
+        ValueError: a layer cannot be described without data, for example because it reads the values of its input.
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    sizes, offsets = [profile.input_bytes for profile in found], [list(_offsets(profile)) for profile in found]
+    sizes, offsets = [profile.input_bytes for profile in found], [list(_list_offsets(profile)) for profile in found]
     whole = shortened.expand(found, sizes, offsets, _move)
     if whole is None:
         whole = _profile(list(layers), loss, example, autocast, measured, training=training)
@@ -236,16 +236,16 @@ def profile_layers(
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
 
 
-def _offsets(profile: LayerProfile) -> Iterator[int]:
-    """Yield the offsets of layers that a profile has."""
+def _list_offsets(profile: LayerProfile) -> Iterator[int]:
+    """Yield the offsets to other layers that a profile contains."""
     for one in profile.inputs:
         yield from (offset for offset in (one.made_by, one.freed_by, one.kept_by) if offset is not None)
     yield from (one.made_by for one in profile.arrivals)
 
 
 def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
-    """Return the profile with other offsets; itself where they are the same."""
-    if list(offsets) == list(_offsets(profile)):
+    """Return the profile with other offsets; itself if they are the same."""
+    if list(offsets) == list(_list_offsets(profile)):
         return profile
     moved = iter(offsets)
     inputs = []
@@ -298,10 +298,10 @@ def _profile(
                 model.backward(value)
             else:
                 model.heights["quiet"] = model.heights["forward"]
-    return [_layer_profile(model, index, start) for index in range(len(layers) + 1)]
+    return [_make_profile(model, index, start) for index in range(len(layers) + 1)]
 
 
-def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile:
+def _make_profile(model: ObservedModel, index: int, start: int) -> LayerProfile:
     layer = model.layers[index]
     parameters = [] if layer is None else list(layer.parameters())
     norms = [] if layer is None else converted_batch_norms([layer])

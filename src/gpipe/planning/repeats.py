@@ -16,11 +16,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Shortened:
-    """A model in which a run of more than three equal layers is its first two and its last.
+    """A model in which each run of more than three equal layers is reduced to its first two and its last.
 
     Attributes:
         layers: of the shortened model.
-        counts: for each of them, how many layers of the whole model it stands for.
+        counts: how many layers of the whole model each of them stands for.
     """
 
     layers: list[nn.Module]
@@ -48,13 +48,13 @@ class Shortened:
         offsets: Sequence[Sequence[int]],
         move: Callable[[_Item, Sequence[int]], _Item],
     ) -> list[_Item] | None:
-        """Return what was found for each layer of the whole model, and for what follows the last.
+        """Return the items for each layer of the whole model, and for what follows the last.
 
-        None where that does not follow: the layers of a run must take and return equally much, else their inputs
-        differ. And it must be clear which layers they name, such as those that made their inputs.
+        Return None if they cannot be derived: the layers of a run must take and return the same sizes, or their inputs
+        would differ. And it must be clear which layers they name, such as those that made their inputs.
 
         Args:
-            found: in the shortened model.
+            found: the items of the shortened model.
             input_bytes: of each layer.
             offsets: of each layer, to the layers that it names.
             move: (an item, its offsets in the whole model) -> the item there.
@@ -79,7 +79,7 @@ class Shortened:
         return items
 
     def _find_named(self, index: int, number: int, offsets: Sequence[Sequence[int]]) -> tuple[int | None] | None:
-        """Return what one of a layer's offsets means: (None,) one relative to it, or (a layer,); None for neither."""
+        """Return what a layer's offset means: (None,) for one relative to it, (a layer,), or None if unclear."""
         offset = offsets[index][number]
         target = index + offset
         if target < 0:
@@ -95,9 +95,9 @@ class Shortened:
             if [one - of_all[0] for one in of_all] != [0, -1, -2] or other == run:
                 return None
         if other is not None and target != other and (target < other) == (target < index):
-            return None  # the far end of a run: perhaps its layer, perhaps that at the distance
+            return None  # the far end of a run: it may mean that end, or the layer at that distance
         return (target,)
 
     def _find_run(self, index: int) -> int | None:
-        """Return the layer that stands for several of the run that a layer is in; None where it is in none."""
+        """Return the layer that stands for several in the run that a layer is in; None if it is in no run."""
         return next((i for i in range(index - 1, index + 2) if 0 <= i < len(self.counts) and self.counts[i] > 1), None)

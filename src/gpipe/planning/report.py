@@ -1,4 +1,4 @@
-"""A plan, for people."""
+"""Print a plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gpipe.planning.accelerator import GIB, Accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
 
-WIDTH = 120  # characters that the table may take, on a pipe too
+WIDTH = 120  # characters of a table, also when the output is a pipe
 
 
 def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None = None) -> None:
-    """Print a row per stage, those of equal stages once, and whether the step fits, or what would.
+    """Print one row per stage, or per group of equal stages, and whether the step fits or what would.
 
     Args:
         planner: has planned the step.
         plan: the step.
         name: the run's.
-        console: where to print; None is the standard output.
+        console: where to print; None: the standard output.
     """
     setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
@@ -46,31 +46,31 @@ def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None 
     columns = ("parameters", size_name, "stash", "activations", "peak", flop_name, "F ms", "B ms", "send ms")
     for column in ("stage", "layers", *columns):
         table.add_column(column, justify="right")
-    rows = [_row(plan, index, size_unit, flop_unit) for index in range(len(plan.stages))]
+    rows = [_make_row(plan, index, size_unit, flop_unit) for index in range(len(plan.stages))]
     for _, group in groupby(enumerate(rows), key=lambda item: item[1][2:]):
         stages = list(group)
         first, last = stages[0], stages[-1]
         layers = f"{first[1][0]}-{last[1][1]}"
         table.add_row(str(first[0]) if first is last else f"{first[0]}-{last[0]}", layers, *first[1][2:])
     console.print(table)
-    console.print(_totals(plan), soft_wrap=True)
+    console.print(_describe_totals(plan), soft_wrap=True)
     if planner.seconds is not None:
         console.print("The seconds of the layers are measured, not those of a roofline.", soft_wrap=True)
-    console.print(_processes(plan), soft_wrap=True)
+    console.print(_describe_processes(plan), soft_wrap=True)
     remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
-    console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
+    console.print(_describe_fit(plan, accelerator, remedies), soft_wrap=True)
 
 
 def print_choices(
     plans: Sequence[Plan], accelerator: Accelerator, num_devices: int, console: Console | None = None
 ) -> None:
-    """Print the fastest settings, and why each of them is not the first.
+    """Print the fastest settings, and why each of the others is slower than the first.
 
     Args:
         plans: the fastest first.
-        accelerator: that they are for.
-        num_devices: how many of it.
-        console: where to.
+        accelerator: the kind of device.
+        num_devices: the number of devices.
+        console: where to print; None: the standard output.
     """
     console = console or Console(highlight=False, width=WIDTH)
     console.print(f"The fastest ways to run it on {num_devices} x {accelerator.name}, planned:", soft_wrap=True)
@@ -85,7 +85,7 @@ def print_choices(
             f"{setting.schedule}{shared}",
             str(setting.num_microbatches),
             str(setting.rematerialize) if plan.kept_graphs is None else "what does not fit",
-            _readable(plan.step_seconds),
+            _format(plan.step_seconds),
             gib(plan.peak_bytes),
             f"{plan.timeline.bubble:.1%}",
             "chosen" if plan is plans[0] else _explain_loss(plans[0], plan),
@@ -102,7 +102,7 @@ def _explain_loss(best: Plan, other: Plan) -> str:
 
 
 def _divide_step(plan: Plan) -> dict[str, float]:
-    """Return the seconds of a step by what the mean device does meanwhile."""
+    """Return the seconds of a step, divided by what an average device does."""
     recomputed = sum(e.end - e.start for e in plan.timeline.events if e.task.kind is Kind.RECOMPUTE)
     busy = sum(e.end - e.start for e in plan.timeline.events)
     count = len(plan.memory)
@@ -116,19 +116,19 @@ def _divide_step(plan: Plan) -> dict[str, float]:
 
 
 def compare_with_plan(plan: Plan, measured: Timeline) -> str:
-    """Return a line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
+    """Return one line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
     seconds: dict[tuple[int, Kind], list[float]] = {}
     for task, start, end in measured.events:
         seconds.setdefault((task.stage, task.kind), []).append(end - start)
     lines = []
     for stage, planned in enumerate(plan.stages):
         parts = [
-            f"{kind.words} {_readable(1e3 * fmean(seconds[stage, kind]))} ({_readable(1e3 * planned.seconds(kind))})"
+            f"{kind.words} {_format(1e3 * fmean(seconds[stage, kind]))} ({_format(1e3 * planned.seconds(kind))})"
             for kind in Kind
             if (stage, kind) in seconds
         ]
         lines.append(f"stage {stage}: {', '.join(parts)}")
-    whole = [_readable(1e3 * timeline.makespan_seconds) for timeline in (measured, plan.timeline)]
+    whole = [_format(1e3 * timeline.makespan_seconds) for timeline in (measured, plan.timeline)]
     step = f"the step, from its first task to its last: {whole[0]} ({whole[1]})"
     return "\n".join(["milliseconds per micro-batch, measured (planned):", *lines, step])
 
@@ -141,7 +141,7 @@ def _describe_kept(plan: Plan) -> str:
     return f"recompute all but {least} to {most} of {plan.setting.num_microbatches} micro-batches"
 
 
-def _processes(plan: Plan) -> str:
+def _describe_processes(plan: Plan) -> str:
     """Say which process plays which stage."""
     setting, num_devices = plan.setting, len(plan.memory)
     if setting.is_sequential:
@@ -154,8 +154,8 @@ def _processes(plan: Plan) -> str:
     return f"Process {num_devices} r + {shared} plays stage s of replica r."
 
 
-def _verdict(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> str:
-    """Say whether a plan fits the accelerator, and else what would."""
+def _describe_fit(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> str:
+    """Say whether a plan fits the accelerator, and if not, what would."""
     training = [memory.peak_bytes for memory in plan.memory]
     peaks = max(training, plan.evaluation_bytes, key=lambda sizes: max(sizes, default=0))
     fullest = peaks.index(plan.peak_bytes)
@@ -176,8 +176,8 @@ def gib(size: int) -> str:
     return f"{value:.1f} GiB" if 1 <= value < 100 else f"{value:.3g} GiB"
 
 
-def _row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[str, ...]:
-    """Return first and last layer, then what is shown of a stage and, where it is a device's first, of the device."""
+def _make_row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[str, ...]:
+    """Return a stage's first and last layer, then its figures, and those of the device if it is the device's first."""
     stage = plan.stages[index]
     memory = [""] * 4
     if index < len(plan.memory):
@@ -190,16 +190,16 @@ def _row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[st
         str(stage.last_layer),
         f"{stage.parameters:,}",
         *memory,
-        _readable(stage.flops / flop_unit),
-        *(_readable(1e3 * value) for value in seconds),
+        _format(stage.flops / flop_unit),
+        *(_format(1e3 * value) for value in seconds),
     )
 
 
-def _readable(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _totals(plan: Plan) -> str:
+def _describe_totals(plan: Plan) -> str:
     memory, activations = (
         sum(getattr(device, name) for device in plan.memory) for name in ("parameter_bytes", "activation_bytes")
     )
@@ -209,7 +209,7 @@ def _totals(plan: Plan) -> str:
     return (
         f"{_describe_parameters(plan)}. {_describe_devices(plan)}: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
-        f"Planned step: {_readable(seconds)} s, {_readable(plan.batch_size / seconds)} examples/s; {bubble}the slowest "
+        f"Planned step: {_format(seconds)} s, {_format(plan.batch_size / seconds)} examples/s; {bubble}the slowest "
         f"stage is {plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs "
         f"utilisation {plan.utilization:.1%}."
     )
@@ -221,12 +221,12 @@ def _describe_devices(plan: Plan) -> str:
 
 
 def describe_bubble(plan: Plan) -> str:
-    """Return the simulated bubble of a plan that has one, with that of equal stages beside it."""
+    """Return the simulated bubble of a plan that has one, and that of equal stages."""
     return f"bubble {plan.bubble:.1%} ({plan.equal_stages_bubble:.1%} if all stages were equal)"
 
 
 def _describe_parameters(plan: Plan) -> str:
-    """Return a model's number of parameters in words, how many only training uses, and how many stages copy."""
+    """Return a model's number of parameters in words, with those that only training uses and the copies in stages."""
     text = f"{plan.parameters:,} parameters"
     if plan.auxiliary_parameters:
         text = f"{plan.evaluated_parameters:,} parameters in the network that is evaluated, {plan.parameters:,} with "

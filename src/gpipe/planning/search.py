@@ -1,8 +1,8 @@
 """The fastest way to run a model on a number of devices: K x R, M, schedule, cut and re-materialisation together.
 
-Every setting has a bound that its step cannot beat. Settings are planned in the order of their bounds, with stages of
-equal seconds, as long as their bounds beat what was found. The best of those are cut like a run, and the bounds decide
-again. That is exact where a run's cut is, and where all that is left by then can be cut so.
+Every setting has a bound that its step cannot beat. Settings are first planned with stages of equal seconds, in the
+order of their bounds, as long as a bound beats the best found. The best of those are then cut as in a run, again as
+long as bounds allow. The result is exact if a run's cut is exact and all remaining settings can be cut like that.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from gpipe.planning.planner import Planner, doubled
 from gpipe.planning.step import Plan, Setting
 
 _MOST_STAGES_PER_DEVICE = 4
-_MOST_PER_DEVICE = 32  # micro-batches: of GPipe's bubble a thirtieth is left
+_MOST_PER_DEVICE = 32  # micro-batches; GPipe's bubble is then about a thirtieth
 _Shape: TypeAlias = tuple[int, int, int, str]
 _TryPlan: TypeAlias = Callable[[Setting], Plan | None]
 
 
 @dataclass(frozen=True)
 class Space:
-    """The settings that are tried: where a field is None, all of its values.
+    """The settings to try; a field that is None stands for all of its values.
 
     Attributes:
-        num_devices: that a setting uses, of all replicas.
+        num_devices: the number of devices that a setting uses, over all replicas.
         num_stages: K.
-        num_microbatches: M; else 1, 2, 4 and so on, and the most: 32 per device, or as many as there are examples.
+        num_microbatches: M; None: 1, 2, 4 and so on up to the most, 32 per device or the number of examples.
         schedule: a name.
-        stages_per_device: at most 4 are tried.
-        rematerialize: else what fits, and all but the last.
+        stages_per_device: None: up to 4.
+        rematerialize: None: `Fit`, and all but the last.
         num_replicas: R.
     """
 
@@ -51,12 +51,12 @@ class Space:
     num_replicas: int | None = None
 
     def settings(self, batch_size: int, like: Setting, room_bytes: int) -> Iterator[Setting]:
-        """Yield the settings, also with more stages than the model has layers.
+        """Yield the settings, including those with more stages than the model has layers.
 
         Args:
-            batch_size: N, of all replicas.
-            like: what the space does not vary.
-            room_bytes: what a device's planned peak may reach.
+            batch_size: N, over all replicas.
+            like: gives what the space does not vary.
+            room_bytes: the most that a device's planned peak may be.
         """
         modes: list[Rematerialization | Fit] = [Fit(room_bytes), Rematerialize.EXCEPT_LAST]
         if self.rematerialize is not None:
@@ -87,7 +87,7 @@ class Space:
             if (self.num_replicas or num_replicas) == num_replicas:
                 for schedule in [self.schedule] if self.schedule else SCHEDULES:
                     for per_device in _stages_per_device(schedule):
-                        # On one device nothing waits for the gradients of inputs.
+                        # On one device no stage waits for the gradients of inputs.
                         is_idle = per_replica == 1 and self.schedule is None
                         if is_idle and (per_device > 1 or schedule in SPLIT_SCHEDULES):
                             continue
@@ -111,15 +111,15 @@ def find_fastest(
     most_cuts: int = 12,
     on_plan: Callable[[], None] = lambda: None,
 ) -> list[Plan]:
-    """Return the plans of the fastest settings that fit, the fastest first; of each shape only the best.
+    """Return the plans of the fastest settings that fit, the fastest first; only the best of each shape.
 
     Args:
         planner: of the model.
         space: the settings.
-        like: what the space does not vary.
-        room_bytes: what a device's planned peak may reach.
-        count: how many plans.
-        most_cuts: how many settings are cut like a run, beside those that may be faster than the fastest of them.
+        like: gives what the space does not vary.
+        room_bytes: the most that a device's planned peak may be.
+        count: the number of plans.
+        most_cuts: how many settings are cut as in a run, besides those that may be faster than the fastest of them.
         on_plan: called before each plan; what it raises ends the search.
     """
     assert isinstance(planner.cut, Cutter)
@@ -149,7 +149,7 @@ def find_fastest(
 
 
 def _estimate(profiler: Profiler, sizes: Iterable[int]) -> KnownProfiles:
-    """Return what describes some sizes by the smallest and the largest of them."""
+    """Return a profiler that interpolates between the smallest and the largest of some sizes."""
     found = KnownProfiles(profiler, estimates=True)
     found.describe_ends(sizes)
     return found
@@ -165,20 +165,20 @@ class Candidate:
 
     @property
     def shape(self) -> _Shape:
-        """R, K, stages per device, and the schedule, which is all one where one device has all stages."""
+        """R, K, stages per device, and the schedule, which does not matter if one device has all stages."""
         setting = self.setting
         schedule = setting.schedule if setting.num_devices > setting.num_replicas else ""
         return setting.num_replicas, setting.num_stages, setting.stages_per_device, schedule
 
     @property
     def seconds(self) -> float:
-        """Those of the planned step."""
+        """The seconds of the planned step."""
         assert self.plan is not None
         return self.plan.step_seconds
 
 
 def _find_bound(planner: Planner, setting: Setting) -> float | None:
-    """Return the seconds that a step cannot be below; None where it cannot be planned."""
+    """Return a lower bound of a step's seconds; None if it cannot be planned."""
     try:
         profiles, seconds, setting = planner.describe(setting)
     except ValueError:  # such as too few examples for batch norm
@@ -189,7 +189,7 @@ def _find_bound(planner: Planner, setting: Setting) -> float | None:
 
 
 def _plan(try_plan: _TryPlan, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Plan the candidates that may be among the best; return the best of each shape and all between, by their steps."""
+    """Plan the candidates that may be among the best; return all that were planned, the fastest first."""
     found: list[Candidate] = []
     best: dict[_Shape, float] = {}
     for one in candidates:
@@ -205,7 +205,7 @@ def _plan(try_plan: _TryPlan, candidates: Sequence[Candidate], count: int) -> li
 
 
 def _improve(try_plan: _TryPlan, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
-    """Add the plans of others that may be faster than all that were found: the rough cut knows nothing of transfers."""
+    """Add the plans of others that may be faster than those found, as the rough cut ignores transfers."""
     least = min((one.seconds for one in found), default=math.inf)
     known = {one.setting for one in found}
     for one in sorted(others, key=lambda one: one.bound):
@@ -218,7 +218,7 @@ def _improve(try_plan: _TryPlan, found: list[Candidate], others: Sequence[Candid
 
 
 def _try_plan(planner: Planner, on_plan: Callable[[], None], setting: Setting) -> Plan | None:
-    """Return the plan of a setting; None where there is none, such as where no cut is within the memory."""
+    """Return the plan of a setting; None if there is none, such as when no cut fits the memory."""
     on_plan()
     try:
         return planner.plan(setting)
@@ -227,7 +227,7 @@ def _try_plan(planner: Planner, on_plan: Callable[[], None], setting: Setting) -
 
 
 def _choose(planned: Sequence[Candidate], most: int) -> list[Candidate]:
-    """Return some candidates: the best of each shape, then the second ones and so on."""
+    """Return up to `most` candidates: first the best of each shape, then the second best, and so on."""
     ranks: dict[_Shape, int] = {}
     rows = []
     for place, one in enumerate(planned):

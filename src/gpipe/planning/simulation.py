@@ -1,4 +1,4 @@
-"""When each task of a step would run: a schedule, played with given times."""
+"""When each task of a step would run: a schedule, simulated with given times."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def simulate(
     Args:
         schedule: the tasks of each device, in order.
         seconds: how long a task takes.
-        transfer_seconds: how long its result travels to the device that waits for it. Each direction of each boundary
-            has a link of its own, which carries one result at a time.
+        transfer_seconds: how long its result takes to the device that waits for it. Each direction of each boundary has
+            its own link, which carries one result at a time.
 
     Raises:
         ValueError: a task waits for one that never runs.
@@ -28,7 +28,7 @@ def simulate(
 
 
 class Simulation:
-    """A schedule that is played many times: what each task waits for is looked up once.
+    """A schedule that is simulated many times: what each task waits for is looked up once.
 
     Args:
         schedule: the tasks of each device, in order.
@@ -41,8 +41,8 @@ class Simulation:
         num_stages = count_stages(schedule)
         devices: dict[int | None, int] = {task.stage: device for device, tasks in enumerate(schedule) for task in tasks}
         self._num_devices, self._placement = len(schedule), tuple(devices[stage] for stage in range(num_stages))
-        # Of each task: its device, the tasks whose results it needs, and the link over which its own one travels. Each
-        # is after those that it needs, and after those of its device, whose results its link therefore carries before.
+        # Each task with its device, the tasks whose results it needs, and the link that carries its own. It comes after
+        # the tasks that it needs and after the earlier ones of its device, so links carry results in order.
         self._tasks: list[tuple[Task, int, tuple[int, ...], int | None]] = []
         numbers: dict[Task, int] = {}
         links: dict[tuple[int, int | None], int] = {}  # from one stage to another
@@ -73,7 +73,7 @@ class Simulation:
         """Return when each task runs; the arguments are those of `simulate`."""
         since = [0.0] * self._num_devices  # when each device ended its last task
         free = [0.0] * self._num_links
-        arrivals: list[float] = []  # of results, where they are waited for
+        arrivals: list[float] = []  # when each result arrives where it is needed
         events: list[Event] = []
         for task, device, needed, link in self._tasks:
             start = since[device]
@@ -88,7 +88,7 @@ class Simulation:
 
 
 def _find_receiver(task: Task) -> int | None:
-    """Return the stage that would wait for a task's result, if there is such a stage."""
+    """Return the stage that would wait for a task's result; it may not exist."""
     if task.kind.makes_gradients:
         return task.stage - 1
     return task.stage + 1 if task.kind is Kind.FORWARD else None

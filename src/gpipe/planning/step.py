@@ -1,6 +1,6 @@
-"""What a training step takes: the memory and the seconds of each device, the bubble, the utilisation.
+"""The plan of a training step: the memory and the seconds of each device, the bubble, the utilisation.
 
-Memory is that of a walk through the schedule's tasks (memory.py). Time is that of simulating the same tasks.
+Memory is found by a walk through the schedule's tasks (memory.py), time by simulating the same tasks.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ class Setting:
         num_microbatches: M.
         rematerialize: which micro-batches are recomputed; `Fit` until a cut is known, which then decides it.
         schedule: a name of `gpipe.pipeline.schedule`.
-        stages_per_device: 1, or more where the schedule interleaves.
+        stages_per_device: 1, or more if the schedule interleaves.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-        shared_ratio: the same of the state that replicas share out, all together; None where each updates all
-            parameters.
-        update_ratio: bytes that the update of a whole model allocates for a while, per byte of trainable parameters.
+        shared_ratio: likewise for the state that replicas shard, over all of them; None if each updates all parameters.
+        update_ratio: bytes that the update of a whole model allocates temporarily, per byte of trainable parameters.
         largest_update_ratio: bytes that it allocates on top, per byte of the largest parameter.
-        num_replicas: R pipelines, which share a mini-batch out and average their gradients.
+        num_replicas: R pipelines, which split a mini-batch and average their gradients.
         synchronize_batch_norm: whether batch norms normalise over the replicas; the memory of their statistics is
             planned, the time of their exchanges is not.
-        is_sequential: whether one process plays all stages, one task after the other. Memory is planned per device all
-            the same.
+        is_sequential: whether one process plays all stages, one task after another. Memory is still planned per device.
 
     Raises:
         ValueError: there is no such mode of re-materialisation.
@@ -73,12 +71,12 @@ class Setting:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of all replicas."""
+        """The number of devices over all replicas."""
         return self.num_replicas * self.num_stages // self.stages_per_device
 
     @property
     def ratios(self) -> StateRatios:
-        """What belongs to the parameters of one device."""
+        """The bytes that belong to the parameters of one device, per byte of them."""
         own = self.state_ratio, self.update_ratio, self.largest_update_ratio
         if self.shared_ratio is None:
             return StateRatios(*own)
@@ -97,14 +95,14 @@ class Setting:
 
     @cached_property
     def tasks(self) -> StepSchedule:
-        """The ordered tasks of each device; without recomputations as long as nobody knows which there are."""
+        """The ordered tasks of each device; without recomputations as long as these are undecided."""
         return self.order.tasks(Rematerialize.NEVER if isinstance(self.rematerialize, Fit) else self.rematerialize)
 
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
         """What each device holds at once while it runs its tasks."""
         mode, found = self.rematerialize, []
-        assert not isinstance(mode, Fit), "a cut decides it"
+        assert not isinstance(mode, Fit), "a cut must decide it first"
         for device in range(max(self.placement) + 1):
             own = mode
             if isinstance(mode, tuple):
@@ -114,7 +112,7 @@ class Setting:
 
     @property
     def leanest(self) -> Setting:
-        """The same with as few graphs at once as it may have."""
+        """The same setting with the fewest graphs at once that it may have."""
         return replace(self, rematerialize=Rematerialize.ALWAYS) if isinstance(self.rematerialize, Fit) else self
 
     @cached_property
@@ -129,14 +127,14 @@ class StagePlan:
 
     Attributes:
         first_layer: the first of its layers.
-        last_layer: the last of its layers; the loss, which the last stage computes, is none.
+        last_layer: the last of its layers; the loss, which the last stage computes, does not count.
         parameters: their number.
         forward_flops: FLOPs of a forward.
         flops: FLOPs of a forward and a backward.
         work: the seconds of its layers.
         output_bytes: bytes that travel to the next stage; 0 in the last stage.
-        transfer_seconds: seconds of these.
-        return_seconds: seconds of the gradients that come back for them: not for numbers of tokens, for example.
+        transfer_seconds: seconds to send these.
+        return_seconds: seconds to send back their gradients; integers, such as tokens, have none.
         task_seconds: what the engine adds to each task.
     """
 
@@ -161,19 +159,20 @@ class Plan:
     """A training step of one pipeline.
 
     Attributes:
-        setting: how the model is run, with what is recomputed decided.
+        setting: how the model is run, including what is recomputed.
         stages: K of them.
         memory: of each device.
         timeline: the simulated tasks.
-        averaging_seconds: by how much the averaging of gradients over the replicas outlasts the tasks. That of a device
-            begins when its last task ends, and goes on while others work.
-        update_seconds: of the optimiser, of the exchange of what replicas update for each other, and of the copies
-            that autocast then makes, on the slowest device.
-        utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
-        tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
-        auxiliary_parameters: how many of the model's only training uses.
-        batch_size: N, examples of a mini-batch, of all replicas; 0 where nobody said.
-        evaluation_bytes: the memory of each device in an evaluation; empty where there is none.
+        averaging_seconds: how much longer than the tasks the averaging of gradients over the replicas takes. A device
+            starts averaging when its last task ends, while others still work.
+        update_seconds: of the optimiser, of exchanging what replicas update for each other, and of the copies that
+            autocast then makes, on the slowest device.
+        utilization: FLOPs of the model, without recomputation, over what all devices could do in that time at their
+            peak.
+        tied_parameters: how many more parameters the stages have than the model: stages have copies of tied ones.
+        auxiliary_parameters: the number of the model's parameters that only training uses.
+        batch_size: N, the examples of a mini-batch over all replicas; 0 if unknown.
+        evaluation_bytes: the memory of each device in an evaluation; empty if there is none.
     """
 
     setting: Setting
@@ -195,7 +194,7 @@ class Plan:
 
     @property
     def kept_graphs(self) -> list[int] | None:
-        """Of how many micro-batches each stage keeps the graph at once, where that is no mode."""
+        """How many micro-batches' graphs each stage keeps at once; None if a mode decides that."""
         mode = self.setting.rematerialize
         return list(mode) if isinstance(mode, tuple) else None
 
@@ -206,7 +205,7 @@ class Plan:
 
     @property
     def evaluated_parameters(self) -> int:
-        """The number of parameters of the network that is evaluated."""
+        """The number of parameters of the evaluated network."""
         return self.parameters - self.auxiliary_parameters
 
     @property
@@ -221,15 +220,15 @@ class Plan:
 
     @property
     def bubble(self) -> float | None:
-        """The simulated bubble; None where one process plays all stages, and none of them waits."""
+        """The simulated bubble; None if one process plays all stages, so that none waits."""
         return None if self.setting.is_sequential else self.timeline.bubble
 
     @cached_property
     def equal_stages_bubble(self) -> float | None:
-        """The bubble if all stages were equal and links took no time; None where one process plays all stages.
+        """The bubble if all stages were equal and links took no time; None if one process plays all stages.
 
-        Without recomputation it is (K-1)/(M+K-1) (section 2), and of P devices with v stages each (P-1)/(vM+P-1)
-        (Narayanan et al. 2021, section 2.2.2). Recomputation fills a part of it.
+        Without recomputation it is (K-1)/(M+K-1) (section 2), and with P devices of v stages each (P-1)/(vM+P-1)
+        (Narayanan et al. 2021, section 2.2.2). Recomputation fills part of it.
         """
         if self.setting.is_sequential:
             return None
@@ -238,7 +237,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """By how much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
+        """How much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
         seconds = [stage.work.total for stage in self.stages]
         return max(seconds) / fmean(seconds) - 1
 
@@ -248,7 +247,7 @@ class Plan:
         return max(*(memory.peak_bytes for memory in self.memory), *self.evaluation_bytes, 0)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per stage, as JSON."""
+        """Return one row per stage, of JSON's types."""
         rows = []
         for index, stage in enumerate(self.stages):
             row = {"stage": index, **asdict(stage)}
@@ -271,13 +270,13 @@ def plan_step(
         layer_seconds: likewise, planned (`Speed.seconds`) or measured.
         partitions: the number of layers of each stage.
         setting: how the model is run.
-        speed: of a device, for transfers, what the engine adds to a task, the utilisation, and the update where that
-            was not measured.
-        layer_update_seconds: of the optimiser, measured, for each layer; None plans them.
+        speed: of a device; for transfers, for what the engine adds to a task, for the utilisation, and for the update
+            if that was not measured.
+        layer_update_seconds: the optimiser's measured seconds for each layer; None plans them.
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
     setting = settle(profiles, partitions, setting)
-    stages = tuple(_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
+    stages = tuple(_plan_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
@@ -287,18 +286,18 @@ def plan_step(
 
     assert not isinstance(setting.rematerialize, Fit), "it is settled"
     seconds = {(kind, stage): one.seconds(kind) for stage, one in enumerate(stages) for kind in Kind}
-    simulation = _simulation(setting.order, setting.rematerialize, setting.is_sequential)
+    simulation = _make_simulation(setting.order, setting.rematerialize, setting.is_sequential)
     timeline = simulation(lambda task: seconds[task.kind, task.stage], transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
     if layer_update_seconds is None:
-        # The optimiser reads and writes all that belongs to parameters. Autocast reads weights, and writes half of it.
+        # The optimiser reads and writes all that belongs to parameters. Autocast reads weights and writes half as much.
         moved = (2 * device.parameter_bytes + 3 * device.converted_bytes for device in memory)
         updates = [size / speed.bytes_per_second for size in moved]
     else:
         updates = [0.0] * len(memory)
         for device, (first, end) in zip(setting.placement, bounds, strict=True):
             updates[device] += sum(layer_update_seconds[first:end])
-    if setting.ratios.num_sharers > 1:  # each parameter comes from the replica that has updated it
+    if setting.ratios.num_sharers > 1:  # each parameter comes from the replica that updates it
         rows = zip(updates, memory, strict=True)
         updates = [seconds + device.gradient_bytes / speed.link_bytes_per_second for seconds, device in rows]
     ends = _averaging_seconds(memory, timeline, setting, speed), sum(updates) if setting.is_sequential else max(updates)
@@ -308,9 +307,9 @@ def plan_step(
     return Plan(setting, stages, memory, timeline, *ends, flops / possible, tied)
 
 
-# It does not depend on the cut, and many cuts are planned.
+# A simulation does not depend on the cut, and many cuts are planned.
 @lru_cache(maxsize=64)
-def _simulation(order: Order, mode: Rematerialization, is_sequential: bool) -> Simulation:
+def _make_simulation(order: Order, mode: Rematerialization, is_sequential: bool) -> Simulation:
     tasks = order.tasks(mode)
     return Simulation([sequential(tasks)] if is_sequential else tasks)
 
@@ -325,7 +324,7 @@ def plan_memory(
 
 
 def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> Setting:
-    """Return the setting with what is recomputed decided, where that was left to the memory of the devices."""
+    """Return the setting with recomputation decided, if that was left to the memory of the devices."""
     if not isinstance(setting.rematerialize, Fit):
         return setting
     devices = place_memory(profiles, partitions, setting)
@@ -344,7 +343,7 @@ def place_memory(
 
 
 def _averaging_seconds(memory: Sequence[DeviceMemory], timeline: Timeline, setting: Setting, speed: Speed) -> float:
-    """Return how long after the last task the gradients of a device are still on their way around its replicas."""
+    """Return how long after the last task the gradients of some device are still being averaged over its replicas."""
     if setting.num_replicas == 1:
         return 0.0
     makespan = timeline.makespan_seconds
@@ -357,7 +356,7 @@ def _averaging_seconds(memory: Sequence[DeviceMemory], timeline: Timeline, setti
     return max(*ends, makespan) - makespan
 
 
-def _stage(
+def _plan_stage(
     profiles: Sequence[LayerProfile], layer_seconds: Sequence[LayerSeconds], first: int, end: int, speed: Speed
 ) -> StagePlan:
     last_layer = end - 1

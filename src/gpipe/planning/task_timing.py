@@ -1,4 +1,4 @@
-"""What the engine adds to a task on this machine, measured."""
+"""Measure what the engine adds to a task on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpipe.pipeline.engine import Pipeline
 from gpipe.planning.timing import cool_caches
 
 _NUM_STAGES, _NUM_MICROBATCHES, _SIZE = 2, 8, 16
-_STEPS = 8  # one more is not counted
+_STEPS = 8  # after one that does not count
 
 
 def _compute() -> None:
@@ -22,13 +22,13 @@ def _compute() -> None:
 
 
 def measure_task_seconds(work: Callable[[], None] = _compute) -> float:
-    """Return the seconds of a task beside its layers' work, on a processor.
+    """Return the seconds of a task besides its layers' work, on a CPU.
 
-    They depend on that work: the engine runs from caches that the layers leave cold, on a processor that slept while
-    they waited.
+    They depend on that work: layers that compute leave the engine cold caches, and on a CPU that slept while layers
+    waited it is slower.
 
     Args:
-        work: what each layer does, forward and backward; by default what layers that compute do to the caches.
+        work: what each layer does, forward and backward; by default it empties the caches, as layers that compute do.
     """
     worked: list[float] = []
 
@@ -50,7 +50,7 @@ def measure_task_seconds(work: Callable[[], None] = _compute) -> float:
 
 
 class _Worker(nn.Module):
-    """A layer that does nothing but `run`, in its forward and in its backward."""
+    """A layer that only calls `run`, in its forward and in its backward."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long a device takes for each layer: forward, recomputation, backward and update, measured one after the other."""
+"""Measure how long a device takes for each layer, one after another: forward, recomputation, backward and update."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.errors import layer_error
 from gpipe.planning.profile import LayerCost, analyze_layers, count_tied_parameters
 
-# Of the caches nearest to arithmetic. In a run, other layers come between two runs of a layer; without that, small
-# cells of AmoebaNet look a tenth too fast.
+# Size of the caches nearest to arithmetic. In training, other layers run between two runs of a layer; without that,
+# small cells of AmoebaNet look a tenth too fast.
 _CACHE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 _Result = TypeVar("_Result")
 MakeOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -44,8 +44,8 @@ class LayerTiming(NamedTuple):
 
     Attributes:
         seconds: of its tasks; the forward is one that will be recomputed.
-        update: what ends a step, whatever the size of its micro-batches: the norms of the gradients, the moving
-            averages of batch norms, and the optimiser's update where there is one.
+        update: of the end of a step, which does not depend on the size of micro-batches: the norms of the gradients,
+            the moving averages of batch norms, and the optimiser's update if there is one.
     """
 
     seconds: LayerSeconds
@@ -63,21 +63,21 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Describe every layer as `analyze_layers` does, and time its forward function in training mode, on a copy.
 
-    Time varies from call to call, and so may a partition by time: all processes of a run must use the numbers of one.
-    Identical layers with equal inputs are timed once. Layers that look at the values of their input, such as those that
+    Times vary from call to call, and so may a partition by time: all processes of a run must use one process's numbers.
+    Identical layers with equal inputs are timed once. Layers that read the values of their input, such as those that
     route each example, are described by what they compute for this example.
 
     Args:
         layers: the whole model, in order, on one device.
-        example: an input of the first layer, as large as a micro-batch, on that device, with the marks of
-            `gpipe.split_along` and `gpipe.replicated` or without.
-        repeats: number of timed runs per layer, after one that is not timed; the median counts.
+        example: an input of the first layer, as large as a micro-batch, on that device. It may be marked with
+            `gpipe.split_along` and `gpipe.replicated`.
+        repeats: the number of timed runs per layer, after one that is not timed; the median counts.
         on_layer: called with each layer's seconds as soon as they are known.
 
     Raises:
-        TypeError: the layers are no nn.Sequential.
-        ValueError: `repeats` is below 1, a layer cannot run on the example, or is on the meta device, where time has no
-            meaning.
+        TypeError: the layers are not an nn.Sequential.
+        ValueError: `repeats` is below 1, a layer cannot run on the example, or something is on the meta device, where
+            time has no meaning.
     """
     refuse_no_sequence(layers)
     tensors = chain(Payload.of_mini_batch(example)[0].tensors, layers.parameters(), layers.buffers())
@@ -102,7 +102,7 @@ def _describe_with_data(layers: nn.Sequential, example: Any, failure: ValueError
     """Describe layers by running a copy of each.
 
     Raises:
-        ValueError: the `failure` to describe them without data, where they do not run either.
+        ValueError: a layer does not run; the error is `failure`, that of describing them without data.
     """
     payload, _ = Payload.of_mini_batch(example)
     costs = []
@@ -112,7 +112,7 @@ def _describe_with_data(layers: nn.Sequential, example: Any, failure: ValueError
                 real = copy.deepcopy(layer).train()
                 with FlopCounter() as counter, microbatch_phase(converted_batch_norms([real]), recompute=True):
                     payload = Payload.of(real(payload.value())).detach()
-            except Exception:  # noqa: BLE001 - the first error says what is wrong
+            except Exception:  # noqa: BLE001 - the first error tells what is wrong
                 raise failure from failure.__cause__
             parameters = list(layer.parameters())
             costs.append(
@@ -130,13 +130,13 @@ def _describe_with_data(layers: nn.Sequential, example: Any, failure: ValueError
 class LayerTimer:
     """Times layers one at a time. Those on the meta device get memory one at a time, so that a giant can be timed.
 
-    Layers that are equal and have equal inputs are timed once, also of different models.
+    Equal layers with equal inputs are timed once, even in different models.
 
     Args:
-        device: that computes. On a CPU with one thread the time is that of this process, which others on the machine
-            do not lengthen.
-        repeats: runs that count, after one that does not.
-        make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
+        device: where the layers run. On a CPU with one thread, this process's CPU time is measured, which other
+            processes on the machine do not lengthen.
+        repeats: the number of runs that count, after one that does not.
+        make_optimizer: (named parameters of a layer) -> the optimiser whose update is timed; None times no update.
         splits: time the two parts of a split backward too.
         memory_format: of the layers' weights.
         compile_options: of torch.compile; None times the layers as they are.
@@ -165,10 +165,10 @@ class LayerTimer:
         example: tuple[Any, Any],
         on_layer: Callable[[LayerTiming], None] = lambda _: None,
     ) -> list[LayerTiming]:
-        """Return the timings of each layer in training mode, and after them the loss, if it is given.
+        """Return the timing of each layer in training mode, and then of the loss if it is given.
 
         Args:
-            layers: the whole model, on the device or the meta device; it stays as it is.
+            layers: the whole model, on the device or the meta device; it is not changed.
             loss: as for `Pipeline`.
             example: (inputs, targets) of a micro-batch, on the device.
             on_layer: called with each layer's timing as soon as it is known.
@@ -178,7 +178,7 @@ class LayerTimer:
         """
         payload, targets = Payload.of_mini_batch(example[0])[0], example[1]
         found: list[LayerTiming] = []
-        seen: set[nn.Parameter] = set()  # an earlier layer draws their values
+        seen: set[nn.Parameter] = set()  # their values would be drawn by an earlier layer
         with preserved_generators([self._device]):
             for index, layer in enumerate(layers):
                 shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in payload.tensors)
@@ -191,7 +191,7 @@ class LayerTimer:
                 found.append(timing)
                 on_layer(timing)
             if loss is not None:
-                found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload)[0])
+                found.append(self._time(lambda logits: _drop_metrics(loss(logits, targets)), payload)[0])
         return found
 
     def _time_layer(
@@ -217,10 +217,10 @@ class LayerTimer:
         norms: Sequence[MicroBatchNorm] = (),
         end_step: Callable[[], None] | None = None,
     ) -> tuple[LayerTiming, Payload]:
-        rounds = [self._round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
+        rounds = [self._run_round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
         return LayerTiming.median([timing for timing, _ in rounds]), rounds[-1][1]
 
-    def _round(
+    def _run_round(
         self,
         run: Callable[[Any], Any],
         inputs: Payload,
@@ -229,20 +229,20 @@ class LayerTimer:
     ) -> tuple[LayerTiming, Payload]:
         """Run all passes once; return their seconds, and the outputs without a graph.
 
-        norms: the batch norms in there, whose statistics are nobody's.
+        norms: the batch norms that run, whose statistics are discarded.
         """
         try:
             with microbatch_phase(norms, recompute=False):
                 forward = self._run_forward(run, inputs)
             with microbatch_phase(norms, recompute=True):
                 passes, outputs = self._run_again(run, inputs)
-            update = 0.0 if end_step is None else self._clocked(end_step)[0]
+            update = 0.0 if end_step is None else self._clock(end_step)[0]
         finally:
             discard(norms)
         return LayerTiming(LayerSeconds(forward, *passes), update), outputs
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
-        """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds."""
+        """Run a forward as `Stage.forward` does for a later recomputation; return its seconds."""
         try:
             with torch.no_grad() if self._does_without_graph(run) else without_saved_tensors():
                 return self._time_forward(run, inputs)[0]
@@ -258,7 +258,7 @@ class LayerTimer:
     def _run_again(
         self, run: Callable[[Any], Any], inputs: Payload
     ) -> tuple[tuple[float, float, float, float], Payload]:
-        """Recompute, and run the backward; return their seconds, those of `weights` and `splitting`, and the outputs.
+        """Recompute and run the backward; return their seconds, those of `weights` and `splitting`, and the outputs.
 
         The outputs have no graph.
         """
@@ -266,36 +266,36 @@ class LayerTimer:
         graph, outputs = payload.tensors, payload.detach()
         roots = [tensor for tensor in graph if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
-        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients) if roots else None)
+        backward, _ = self._clock(lambda: torch.autograd.backward(roots, gradients) if roots else None)
         weights = splitting = 0.0
         if self._splits:
             graph = self._time_forward(run, inputs)[1].tensors
             edges = [get_gradient_edge(tensor) for tensor in graph if tensor.requires_grad]
-            del graph, payload, roots  # a boundary output is gone when it has been sent
-            early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
-            weights, _ = self._clocked(waiting.compute)
+            del graph, payload, roots  # a boundary output is freed once it has been sent
+            early, waiting = self._clock(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
+            weights, _ = self._clock(waiting.compute)
             splitting = early + weights - backward
         return (recompute, backward, weights, splitting), outputs
 
     def _time_forward(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
         """Run the forward function; return its seconds, and the outputs.
 
-        Each pass has inputs of its own, which the layer may change in place; a leaf with a gradient it may not.
+        Each pass gets its own inputs, which the layer may change in place: so they are clones of the leaves.
         """
         leaves = [
             tensor.detach().requires_grad_(wanted)
             for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
         ]
         entered = inputs.replace([leaf.clone() for leaf in leaves])
-        return self._clocked(lambda: Payload.of(run(entered.value())))
+        return self._clock(lambda: Payload.of(run(entered.value())))
 
-    def _clocked(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
+    def _clock(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
         cool_caches(self._device)
-        start = self._now()
+        start = self._read_clock()
         result = run()
-        return self._now() - start, result
+        return self._read_clock() - start, result
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         """Return the time in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -305,7 +305,7 @@ class LayerTimer:
 
 
 def cool_caches(device: torch.device) -> None:
-    """Leave nothing in the caches nearest to arithmetic, as the layers of a run do to each other."""
+    """Empty the caches nearest to arithmetic, as the layers of a run do to each other."""
     torch.zeros(_CACHE_BYTES[device.type] // 4, device=device)
 
 
@@ -317,11 +317,11 @@ def _end_step(layer: nn.Module, norms: Sequence[MicroBatchNorm], optimizer: torc
 
 
 def _fill(parameter: nn.Parameter) -> Tensor:
-    """Return values for a parameter; time does not depend on which."""
+    """Return values for a parameter; time does not depend on them."""
     return torch.full(parameter.shape, 0.01, dtype=parameter.dtype)
 
 
-def _loss_alone(found: Any) -> Tensor:
-    """Return the loss where the function gives metrics too."""
+def _drop_metrics(found: Any) -> Tensor:
+    """Return the loss, also if the function returns metrics too."""
     loss: Tensor = found[0] if isinstance(found, tuple) else found
     return loss

@@ -1,4 +1,4 @@
-"""Copies of layers and payloads whose tensors have shapes and no data."""
+"""Copies of layers and payloads whose tensors have shapes but no data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REMEDY = "give it a __deepcopy__, or give partition_layers your own costs"
 
 
 class _Constants(TorchFunctionMode):
-    """Copies, within a copied layer, tensors that are neither parameters nor buffers: shapes without data.
+    """Copies tensors in a copied layer that are neither parameters nor buffers, as shapes without data.
 
     Attributes:
-        copies: of all of them.
+        copies: all of them.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Constants(TorchFunctionMode):
 
 
 def copy_layers(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
-    """Copy layers, and return the tensors that they keep beside parameters and buffers too; inside of FakeTensorMode.
+    """Copy layers, and return also the tensors that they keep besides parameters and buffers; within FakeTensorMode.
 
     Raises:
         ValueError: a layer cannot be copied.
@@ -55,19 +55,19 @@ def copy_layers(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tens
 
 
 def _make_memo(layer: nn.Module) -> dict[int, Any]:
-    """Return what copying takes for a layer's parameters and buffers: tensors of the same shapes and no data."""
+    """Return a deepcopy memo that gives a layer's parameters and buffers copies of the same shapes, without data."""
     memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for value in chain.from_iterable(vars(module).values() for module in layer.modules()):
-        if isinstance(value, torch.Generator):  # whose state is a tensor
+        if isinstance(value, torch.Generator):  # its state is a tensor
             memo[id(value)] = torch.Generator()
     return memo
 
 
 def _copy(index: int, layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a layer; called inside of _Constants."""
+    """Copy a layer; called within _Constants."""
     try:
         return copy.deepcopy(layer, memo)
     except Exception as error:
@@ -75,7 +75,7 @@ def _copy(index: int, layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_payload(value: Any) -> Payload:
-    """Return the tensors of a nest of inputs or targets likewise."""
+    """Copy the tensors of a nest of inputs or targets likewise."""
     payload, _ = Payload.of_mini_batch(value)
     payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
     return payload

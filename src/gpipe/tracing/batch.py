@@ -1,4 +1,4 @@
-"""Tell which numbers in a recorded graph follow the number of examples, by recording it three times."""
+"""Find which numbers in a recorded graph depend on the number of examples, by recording it three times."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from gpipe.tracing.errors import TracingError
 from gpipe.tracing.tracer import Tracer
 
 Refuse: TypeAlias = Callable[[str], TracingError]
-"""Returns an error that says what the code does at a node, and where."""
+"""Returns an error that tells what the code does at a node, and where."""
 
 BATCHES = (3, 4, 33)
-"""The numbers of examples that are tried: odd, even and large. Any number may be 1, which broadcasts."""
+"""The numbers of examples to try: odd, even and large. Not 1, which broadcasts."""
 
 
 class OfBatch(NamedTuple):
-    """factor * number of examples + offset, where a graph has a number."""
+    """factor * number of examples + offset, in place of a number in a graph."""
 
     factor: int
     offset: int
 
 
 class Constant(NamedTuple):
-    """A tensor that the code made out of nothing; where its size follows the batch, one slice of it."""
+    """A tensor that the code made from no input; if its size depends on the batch, one slice of it."""
 
     tensor: Tensor
-    shape: tuple[int | OfBatch, ...] | None  # to expand it to
+    shape: tuple[int | OfBatch, ...] | None  # the shape to which it is expanded
 
 
 class Numbering(NamedTuple):
-    """A tensor that the code made out of nothing and that numbers the examples: 0, 1, 2, ..."""
+    """A tensor that the code made from no input and that numbers the examples: 0, 1, 2, ..."""
 
     dtype: torch.dtype
     shape: tuple[int | OfBatch, ...]
 
 
 class FreeArguments(NamedTuple):
-    """The arguments of a node, with OfBatch in place of numbers that follow the batch."""
+    """The arguments of a node, with OfBatch in place of numbers that depend on the batch."""
 
     args: Any
     kwargs: Any
@@ -67,7 +67,7 @@ def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> b
 
 
 def are_sizes_read(tracers: Sequence[Tracer]) -> bool:
-    """Return whether the code reads a size that is not the number of examples alone: in a multiple is another size."""
+    """Return whether the code reads a size other than the number of examples; a multiple of it counts as another."""
     rows = [tracer.sizes_read() for tracer in tracers]
     return len(set(map(len, rows))) != 1 or any(sizes != BATCHES for sizes in zip(*rows, strict=True))
 
@@ -78,13 +78,13 @@ def find_of_batch(
     """Return the arguments of each node of the first graph, and its constants, for any number of examples.
 
     Raises:
-        TracingError: other operations run for another number of examples, or on numbers that do not follow it linearly.
+        TracingError: for another number of examples other operations run, or numbers are not linear in it.
     """
     rows = [list(graph.nodes) for graph in graphs]
     for nodes in zip_longest(*rows):
         if len({None if node is None else (node.op, node.target) for node in nodes}) != 1:
             at = nodes[0] or rows[0][-1]
-            raise tracers[0].refuse(at, "runs other operations for another number of examples")
+            raise tracers[0].refuse(at, "runs different operations for a different number of examples")
     position = {node: number for row in rows for number, node in enumerate(row)}
     found = {}
     for nodes in zip(*rows, strict=True):
@@ -103,7 +103,7 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
     first = values[0]
     if isinstance(first, fx.Node):
         if len({position[value] for value in values}) != 1:
-            raise refuse("takes another tensor for another number of examples")
+            raise refuse("takes a different tensor for a different number of examples")
         return first
     if isinstance(first, tuple | list):
         if len(set(map(len, values))) != 1:
@@ -117,25 +117,25 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
         return slice(*(_join(parts, position, refuse) for parts in zip(*ends, strict=True)))
     if all(value == first or value is first or repr(value) == repr(first) for value in values):  # such as nan
         return first
-    return _line(values, refuse)
+    return _fit_line(values, refuse)
 
 
-def _line(values: Sequence[Any], refuse: Refuse) -> OfBatch:
+def _fit_line(values: Sequence[Any], refuse: Refuse) -> OfBatch:
     factor, rest = divmod(values[1] - values[0], BATCHES[1] - BATCHES[0]) if type(values[0]) is int else (0, 1)
     offset = values[0] - factor * BATCHES[0] if rest == 0 else 0
     if rest or any(value != factor * batch + offset for value, batch in zip(values, BATCHES, strict=True)):
-        raise refuse(f"computes with {(*values,)} for {BATCHES} examples, which does not follow their number")
+        raise refuse(f"computes with {(*values,)} for {BATCHES} examples, which is not linear in their number")
     return OfBatch(factor, offset)
 
 
 def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingError]) -> Constant | Numbering:
     first = tensors[0]
     if first.is_meta:
-        raise refuse("makes a tensor on the meta device, where it has no numbers", "give the model on another device")
+        raise refuse("makes a tensor on the meta device, where it has no values", "give the model on another device")
     if all(tensor.shape == first.shape for tensor in tensors):
         if all(torch.equal(tensor, first) for tensor in tensors):
             return Constant(first, None)
-        raise refuse("uses a tensor that it made itself, with other values for another number of examples")
+        raise refuse("uses a tensor that it made itself, whose values depend on the number of examples")
     shape = _join([tuple(tensor.shape) for tensor in tensors], {}, refuse)
     is_number = first.dtype is not torch.bool and not first.is_complex()
     if is_number and all(
@@ -147,5 +147,5 @@ def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingErro
         if isinstance(size, OfBatch):
             first = first.narrow(dimension, 0, 1)
     if not all(torch.equal(first.expand(tensor.shape), tensor) for tensor in tensors):
-        raise refuse("uses a tensor that it made itself, with other values for each example or another number of them")
+        raise refuse("uses a tensor that it made itself, whose values depend on the example or the number of examples")
     return Constant(first.clone(), shape)

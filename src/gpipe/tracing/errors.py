@@ -1,4 +1,4 @@
-"""Why a model cannot be recorded, or a submodule only as a whole, and where in its code that is."""
+"""Why a model cannot be recorded, or a submodule only as a whole, and where in its code."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _OURS = _TRACING, _TRACING.removesuffix("tracing/") + "_compat/"
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file has code of what records models."""
+    """Return whether a file is part of the code that records models."""
     return file.startswith(_OURS)
 
 
 def is_of_model(file: str) -> bool:
-    """Return whether a file has code of a model, and not of what records it, of torch, or of what runs its contexts."""
+    """Return whether a file has code of a model, and not of the recording, of torch or of contextlib."""
     return not file.startswith((*_OURS, _TORCH, contextlib.__file__))
 
 
 class TracingError(ValueError):
-    """A model whose operations depend on what it computes, so that no sequence of layers is equal to it."""
+    """A model whose operations depend on what it computes, so that no sequence of layers is equivalent."""
 
     @property
     def reason(self) -> str:
-        """What it says, without the remedy."""
+        """The message without the remedy."""
         return str(self).partition("; ")[0]
 
 
 class Whole(Exception):
-    """A submodule must be one operation: what happens inside cannot be recorded. So must others of its type."""
+    """A submodule must be one operation, because its code cannot be recorded; so must others of its type."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(type(module).__name__)
@@ -43,7 +43,7 @@ class Whole(Exception):
 class Undecided(Exception):
     """The code asks for a value that is only known when the model runs.
 
-    place: the line that does, where the error is found later.
+    place: the line that does, if the error is found only later.
     """
 
     def __init__(self, what: str, place: traceback.FrameSummary | None = None) -> None:
@@ -53,16 +53,16 @@ class Undecided(Exception):
 
 _NAME_IT = "name the submodule in which that happens, leaves=['...']"
 OF_DECISIONS = f"{_NAME_IT}, or give the model's blocks as an nn.Sequential of your own"
-"""What to do about code that no layers can have."""
-OF_FAILURES = f"check the shapes and types of the example; where the model itself takes them, {_NAME_IT}"
+"""What to do about code that cannot be cut into layers."""
+OF_FAILURES = f"check the shapes and types of the example; if the model itself accepts them, {_NAME_IT}"
 """What to do about code that fails."""
 
 
 OF_NUMBERS = {
-    "DataDependentOutputException": "uses the number of a tensor, as by item()",
-    "DynamicOutputShapeException": "makes a tensor whose size follows numbers, as x[x > 0] does",
+    "DataDependentOutputException": "uses the value of a tensor, as item() does",
+    "DynamicOutputShapeException": "makes a tensor whose size depends on values, as x[x > 0] does",
 }
-"""What the errors mean that torch raises where tensors have no numbers."""
+"""What torch's errors about tensors without values mean."""
 
 
 def explain(

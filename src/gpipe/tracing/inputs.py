@@ -1,4 +1,4 @@
-"""The inputs of a model that was cut: nested as the example was, of which the operations take the parts."""
+"""The inputs of a model that was cut: nested like the example, as its operations take the parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe.pipeline.microbatch import Examples
 
 Form: TypeAlias = dict[Any, Any] | list[int | None] | None
-"""The sizes of a tensor, None for any size; of a nest the forms of its parts, by name or number; None for None."""
+"""The sizes of a tensor, None for any size; for a nest, the forms of its parts by name or number; None for None."""
 
 
 def find_form(nest: Any, batch: int | None = None, read: Container[int] | None = None) -> Form:
@@ -20,11 +20,11 @@ def find_form(nest: Any, batch: int | None = None, read: Container[int] | None =
     Args:
         nest: the inputs or the example.
         batch: the dimension of an example's tensors that may have any size, unless they are marked.
-        read: sizes of the example that the model's code may read, None for all: others may be any.
+        read: sizes of the example that the model's code may read, None for all; others may have any value.
     """
     if isinstance(nest, dict | tuple | list):
         parts = nest if isinstance(nest, dict) else dict(enumerate(nest))
-        if any(type(key) not in (str, int) for key in parts):  # such as an enum's, which are no text in a layer's code
+        if any(type(key) not in (str, int) for key in parts):  # such as enums, which cannot be written in layers' code
             parts = dict(enumerate(parts.values()))
         return {key: find_form(part, batch, read) for key, part in parts.items()}
     if isinstance(nest, Examples):
@@ -35,31 +35,35 @@ def find_form(nest: Any, batch: int | None = None, read: Container[int] | None =
 
 
 def name_arguments(model: nn.Module) -> list[str] | None:
-    """Return the names of a model's arguments, as far as they have any; None where it takes any."""
+    """Return the names of a model's arguments, as far as they are known; None if it takes any."""
     try:
         found = signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # not a Python function
         return []
     return None if any(one.kind is one.VAR_KEYWORD for one in found) else [one.name for one in found]
 
 
 def check_inputs(inputs: Any, form: Form, known: Collection[str] | None) -> Any:
-    """Return the inputs; refuse others than the example: an operation would take a row of a tensor for an argument.
+    """Return the inputs; refuse those unlike the example: an operation might take a row of a tensor for an argument.
 
     Args:
-        inputs: of the first layer. Entries that are no arguments of the model, such as columns of a data set, may stay.
+        inputs: of the first layer. Extra entries that are not arguments of the model, such as columns of a data set,
+            are allowed.
         form: of the example.
-        known: the names of the model's arguments, None for any: those that the example lacks would be ignored.
+        known: the names of the model's arguments, None for any; those that the example lacks would be ignored.
     """
     found = find_form(inputs)
     if form is not None and found is None:
         kind = "None" if inputs is None else f"of type {type(inputs).__name__}"
-        raise ValueError(f"the model's input is {kind}, but the example was {_describe(form)}; give it so")
+        raise ValueError(
+            f"the model's input is {kind}, but the example was {_describe(form)}; give it like the example"
+        )
     if isinstance(inputs, dict) and isinstance(form, dict):
         given = {name for name, part in inputs.items() if part is not None and (known is None or name in known)}
         if given - form.keys():
             raise ValueError(
-                f"the model's input is {_describe(found)}, but the example was {_describe(form)}; give it so"
+                f"the model's input is {_describe(found)}, but the example was {_describe(form)}; give it like the "
+                "example"
             )
     _check("the model's input", found, form)
     return inputs
@@ -71,7 +75,9 @@ def _check(name: str, found: Any, form: Any) -> None:
         others = found.keys() - form.keys()  # of a dict, such as columns of a data set
         is_alike = form.keys() <= found.keys() and all(isinstance(key, str) for key in others)
     if not is_alike:
-        raise ValueError(f"{name} is {_describe(found)}, but the example was {_describe(form)}; give it so")
+        raise ValueError(
+            f"{name} is {_describe(found)}, but the example was {_describe(form)}; give it like the example"
+        )
     if isinstance(form, dict):
         for key, part in form.items():
             _check(key if isinstance(key, str) else f"input {key}", found[key], part)

@@ -1,4 +1,4 @@
-"""What is otherwise while the code of a model is recorded: torch and Python, and the model itself."""
+"""What is changed while the code of a model is recorded, in torch, in Python and in the model, and then restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TracedMode:
-    """`module.training` in a model's code: as an argument, it is read anew each time that the layer runs."""
+    """`module.training` in a model's code; as an argument, it is read again each time the layer runs."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -53,23 +53,23 @@ _CONTEXT_QUERIES = (
     "get_autocast_cpu_dtype",
     "get_autocast_gpu_dtype",
 )
-"""Functions of torch that say in which contexts code runs: a pipeline runs its layers in others than the recording."""
+"""Functions of torch that tell in which contexts code runs: a pipeline's contexts are not those of the recording."""
 
 _LISTS = "parameters", "named_parameters", "buffers", "named_buffers"
-"""Methods of modules by which code reaches tensors past their names."""
+"""Methods of modules by which code reaches tensors other than by name."""
 
 _CONVERSIONS = "tensor", "as_tensor", "asarray"
-"""Functions of torch that take the memory or the items of what they are given, unless it is a tensor."""
+"""Functions of torch that read the memory or the items of their argument, unless it is a tensor."""
 
 
 def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return functions in place of some of torch's, with their owners and names, that know what is traced."""
+    """Return functions that handle traced values, each with the owner and name of torch's function that it replaces."""
 
     def ask(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
-            # Torch's own code asks too, and chooses between ways to compute the same.
+            # Torch's own code asks too, to choose between ways to compute the same.
             if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise tracer.note(Undecided(f"asks torch.{name}, which depends on who runs it"))
+                raise tracer.note(Undecided(f"asks torch.{name}, which depends on how the model is run"))
             return function(*args, **kwargs)
 
         return asked
@@ -108,10 +108,10 @@ def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any
 
 @contextmanager
 def refusing(tracer: Tracer) -> Iterator[None]:
-    """Refuse what a layer would not do as the model does: own backwards, autocast, and decisions by contexts.
+    """Refuse what a layer would not do as the model does: custom backwards, autocast, and decisions by contexts.
 
-    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not. Lists of
-    parameters are traced there, too.
+    Also let `isinstance` in the model's code see the traced value: torch's own code, some of it in C++, must not. Lists
+    of parameters are traced in the model's code, too.
     """
     apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
     check = builtins.isinstance
@@ -130,10 +130,10 @@ def refusing(tracer: Tracer) -> Iterator[None]:
 
     def enter_traced(context: torch.autocast) -> Any:
         if tracer.is_recording:
-            raise tracer.note(Undecided("enters torch.autocast, which its layers would not"))
+            raise tracer.note(Undecided("enters torch.autocast, which its layers would not do"))
         return enter(context)  # type: ignore[no-untyped-call]
 
-    list_device_constructors()  # torch keeps those that it finds first, for as long as it runs
+    list_device_constructors()  # torch caches those that it finds first, for good
     replaced = _replace_functions(tracer)
     own = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
@@ -154,7 +154,7 @@ def refusing(tracer: Tracer) -> Iterator[None]:
 def find_line(
     model: nn.Module, run: Callable[[], Any], has_happened: Callable[[], bool]
 ) -> traceback.FrameSummary | None:
-    """Run a model's code again; return the line of its modules' forwards at which something happens, if it does."""
+    """Run a model's code again; return the line of its modules' forwards at which something happens, or None."""
     codes = [getattr(unwrap(type(module).forward), "__code__", None) for module in model.modules()]
     files = {code.co_filename for code in codes if code is not None and is_of_model(code.co_filename)}
     at: traceback.FrameSummary | None = None
@@ -219,7 +219,7 @@ def _snapshot(container: Any) -> list[Any]:
 
 
 def _restore(container: Any, before: list[Any]) -> None:
-    """Put back what was in a container, if that has changed: some let nobody change them."""
+    """Put back what was in a container, but only if it has changed: some containers cannot be changed."""
     now = _snapshot(container)
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
@@ -232,7 +232,7 @@ def _restore(container: Any, before: list[Any]) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of a model puts into attributes, tensors and hooks, such as a table for later calls."""
+    """Undo what the code of a model stores in attributes and tensors, such as a table for later calls; refuse hooks."""
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
     entries = [(value, _snapshot(value)) for value in find_containers(values)]
@@ -256,4 +256,4 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for tensor, number in tensors:
                 tensor.copy_(number)
     if sizes != list(map(len, hooks)):
-        raise Undecided("registers hooks while it runs, which its layers would not have; run it once before")
+        raise Undecided("registers hooks while it runs, which its layers would not have; run it once first")

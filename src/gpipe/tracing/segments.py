@@ -1,4 +1,4 @@
-"""Cut a recorded graph where few tensors are alive, into layers that pass those on."""
+"""Cut a recorded graph where few tensors are alive, into layers that pass these on."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from gpipe.tracing.errors import TracingError, explain
 from gpipe.tracing.inputs import Form, check_inputs, find_form, name_arguments
 from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 
-# A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
-# 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.
+# A layer costs about ten microseconds, so none gets less than 1/256 of the model's FLOPs, and a piece of less than 1/64
+# is not cut. A cut that several tensors cross is only worth it in a piece of more than 1/16.
 _LEAST, _SMALL, _LARGE = 1 / 256, 1 / 64, 1 / 16
 
 _FAR = 256
@@ -43,9 +43,9 @@ class TracedLayers(nn.Sequential):
     """A model as a sequence of layers. They hold the model's own parameters, under the model's own names.
 
     Attributes:
-        names: of each parameter and buffer here, by that in the model: "norm.weight" -> "23.norm.weight".
-        model_names: the other way round, also of those that several layers have.
-        leaves: names and types of submodules that are one operation each: they were named, or cannot be recorded.
+        names: the name here of each parameter and buffer, by its name in the model: "norm.weight" -> "23.norm.weight".
+        model_names: the reverse, including parameters that several layers have.
+        leaves: names and types of submodules that are one operation each, as requested or as they cannot be recorded.
     """
 
     def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:
@@ -56,7 +56,7 @@ class TracedLayers(nn.Sequential):
         for _, used in own:
             unused.pop(used, None)
         for number, (key, tensor) in enumerate(unused.items()):
-            # The forward does not use it, and an export has it: the last layer keeps it.
+            # The forward does not use it, but an export needs it: the last layer keeps it.
             unused_name = free_name(segments[-1], f"unused_{number}")
             segments[-1].register_buffer(unused_name, tensor.detach())
             own.append((f"{len(segments) - 1}.{unused_name}", key))
@@ -69,8 +69,8 @@ class TracedLayers(nn.Sequential):
     def model_state_dict(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the state dict of the model that was cut, with the values of the layers.
 
-        only: layers of which to return the entries, by their index as text. With a process per stage this process
-            trains those of `pipeline.layers`, and the entries of all processes together are the state dict.
+        only: return the entries of these layers, given by their index as a string. With one process per stage, pass
+            `pipeline.layers`; the entries of all processes together are the state dict.
         """
         own = dict(_named_tensors(self))
         wanted = [*self._modules] if only is None else only
@@ -94,11 +94,11 @@ class TracedLayers(nn.Sequential):
                     f"{name} has the shape {tuple(state[name].shape)}, but {tuple(tensor.shape)} in the model; give "
                     "this model's state dict"
                 )
-        for place, name in self.model_names.items():  # a pipeline has made copies of what several layers have
+        for place, name in self.model_names.items():  # a pipeline copies what several layers share
             own[place].copy_(state[name])
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a layer; or some of them, in a plain sequence."""
+        """Return a layer; or several, in a plain sequence."""
         return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
 
@@ -106,25 +106,25 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     """Return any module as a sequence of layers for `gpipe.Pipeline`, cut wherever few tensors are alive.
 
     The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
-    parameters. They take what the model takes. Numbers that follow the number of examples are computed from the
-    tensors that travel, so micro-batches may have any size. Other sizes of the inputs that the model's code reads must
-    be those of the example. Outputs are nested as the model's are, in plain tuples, lists and dicts; of a dataclass
-    what is None is left out, and one output alone is returned as it is.
+    parameters. They take the same inputs. Numbers that depend on the number of examples are computed from the tensors
+    that travel, so micro-batches may have any size. Other input sizes that the model's code reads must be those of the
+    example. Outputs are nested like the model's, in plain tuples, lists and dicts; of a dataclass, None is left out,
+    and a single output is returned by itself.
 
     Args:
-        model: may be in training or evaluation mode. Change that later by `train` and `eval` of the layers: those
-            of the model do not reach dropout in its own code.
-        example: its input, a tensor; or a tuple of arguments; or a dict of keyword arguments. The examples are the
-            first dimension of each tensor, unless `gpipe.split_along` or `gpipe.replicated` say otherwise. Only shapes
-            and types are looked at, and nothing is computed.
-        leaves: names and types of submodules to take as one operation each. Those whose code cannot be recorded are
-            found; so are those that decide by `self.training`.
+        model: may be in training or evaluation mode. To change the mode later, call `train` or `eval` of the layers:
+            those of the model do not reach dropout in its own code.
+        example: its input: a tensor, a tuple of arguments, or a dict of keyword arguments. The examples are along the
+            first dimension of each tensor, unless it is marked with `gpipe.split_along` or `gpipe.replicated`. Only
+            shapes and types are read, and nothing is computed.
+        leaves: names and types of submodules to treat as one operation each. Those whose code cannot be recorded, or
+            decides by `self.training`, are found automatically.
 
     Raises:
-        TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
-            the line. A ValueError.
-        TypeError: `leaves` are no collection of names and types.
-        ValueError: the model has no submodule of such a name or type.
+        TracingError: the model's own forward decides by values that are unknown before it runs; the message names the
+            file and the line. It is a ValueError.
+        TypeError: `leaves` is not a collection of names and types.
+        ValueError: the model has no submodule of that name or type.
     """
     if is_compiled(model):
         raise TracingError(
@@ -140,7 +140,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     _check_leaves(leaves, model)
     modes = {module: module.training for module in model.modules()}
     odd = {module for module, mode in modes.items() if mode != model.training}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch really computes with small ones
     model.train()
     try:
         whole: set[Any] = set(leaves)
@@ -172,7 +172,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
 
 
 def _check_leaves(leaves: Any, model: nn.Module) -> None:
-    """Refuse leaves that are none of a model's submodules."""
+    """Refuse leaves that are not submodules of the model."""
     if isinstance(leaves, str | type):
         raise TypeError(f"leaves is {leaves!r}; give a list of names and types, such as [{_quote(leaves)}]")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -184,7 +184,7 @@ def _check_leaves(leaves: Any, model: nn.Module) -> None:
             known = sorted(names - {""}) if isinstance(leaf, str) else sorted({kind.__name__ for kind in types})
             near = get_close_matches(leaf if isinstance(leaf, str) else leaf.__name__, known, n=1)
             meant = f", such as {near[0]}" if near else ""
-            what = "is called so" if isinstance(leaf, str) else "is of that type"
+            what = "has that name" if isinstance(leaf, str) else "is of that type"
             raise ValueError(
                 f"leaves has {_quote(leaf)}, but no submodule of {type(model).__name__} {what}; give names as "
                 f"model.named_modules() has them, or types of submodules{meant}"
@@ -219,7 +219,7 @@ def _find_read(
     tracers: Sequence[Tracer],
     odd: Collection[nn.Module],
 ) -> set[int]:
-    """Return the sizes of an example that the model's code reads: others in their place, it would read others."""
+    """Return the sizes of an example that the model's code reads: those whose change changes what it records."""
 
     def is_read(size: int) -> bool:
         other = max(2, -(-_FAR // size)) * size
@@ -235,12 +235,12 @@ def _find_read(
 
 
 class Segment(nn.Module):
-    """A layer: the operations between two cuts, as a function in Python, and what they use.
+    """A layer: the operations between two cuts, as a Python function, and what they use.
 
-    Unlike a GraphModule, its copies have all its tensors, in their order, and save the same ones.
+    Unlike those of a GraphModule, its copies have all tensors in the same order, and save the same ones.
 
     Args:
-        attributes: submodules, parameters and buffers, by the names that the graph has for them.
+        attributes: submodules, parameters and buffers, by their names in the graph.
         temporary: the names of the buffers that are not saved.
         graph: the operations, on one payload.
     """
@@ -281,7 +281,7 @@ _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class _Segments:
-    """The operations of a model in their order, and what is alive between them."""
+    """The operations of a model in order, and what is alive between them."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class _Segments:
         self._last_use = last_use
 
     def value(self, node: fx.Node) -> Any:
-        """Return what a node gives, without data."""
+        """Return the value of a node, without data."""
         return self._values[0][node]
 
     def batch_norms(self, node: fx.Node) -> list[nn.Module]:
@@ -315,7 +315,7 @@ class _Segments:
         return [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
 
     def alive(self, cut: int) -> list[fx.Node]:
-        """Return what operations from a cut on need of those before it."""
+        """Return the nodes before a cut that operations after it need."""
         made = [self._inputs, *self.operations[:cut]]
         return [node for node in made if self._last_use.get(node, -1) >= cut]
 
@@ -334,7 +334,7 @@ class _Segments:
         return find_examples([values[node] for values in self._values]) is not None
 
     def build(self, cuts: Sequence[int]) -> Iterator[nn.Module]:
-        """Yield a layer for the operations between each two cuts."""
+        """Yield a layer for the operations between each pair of cuts."""
         ends = [0, *cuts, len(self.operations)]
         for begin, end in pairwise(ends):
             yield self._layer(begin, end)
@@ -360,11 +360,11 @@ class _Segments:
             left = [made[node] if node in made else copy.attribute(node) for node in self.alive(end)]
             graph.output(left[0] if len(left) == 1 else tuple(left))
         layer = Segment(copy.attributes, copy.temporary, graph)
-        layer.training = self._model.training  # of the model's submodules, each keeps its own mode
+        layer.training = self._model.training  # submodules keep their own modes
         return layer
 
     def constant(self, name: str) -> Constant | Numbering | None:
-        """Return a tensor that the code made out of nothing."""
+        """Return a tensor that the code made from no input."""
         return self._constants.get(name)
 
     def attribute(self, name: str) -> tuple[Any, bool]:
@@ -393,7 +393,7 @@ class _Copy:
         self.temporary: list[str] = []
 
     def free(self, arguments: Any) -> Any:
-        """Return arguments with what they stand for in this layer."""
+        """Return arguments with their counterparts in this layer."""
         if isinstance(arguments, OfBatch):
             return self._of_batch(arguments)
         if isinstance(arguments, fx.Node):
@@ -451,7 +451,7 @@ class _Copy:
         return self._graph.create_node(node.op, target, self.free(args), self.free(kwargs))
 
     def _tensors(self) -> Iterator[tuple[fx.Node, list[Tensor]]]:
-        """Yield the tensors that this layer is given, and their values for each number of examples."""
+        """Yield the tensors that this layer receives, and their values for each number of examples."""
         for node in self._entered:
             leaves = [tree_leaves(values[node]) for values in self._values]
             if isinstance(self._values[0][node], Tensor):
@@ -477,7 +477,7 @@ class _Copy:
                 size = self._graph.call_method("size", (tensor, found[0]))
                 return size if found[1] == 1 else self._graph.call_function(operator.floordiv, (size, found[1]))
         raise TracingError(
-            "no tensor of the example has the examples in a dimension; give its tensors in one flat nest"
+            "no tensor of the example has the examples along a dimension; give its tensors in one flat nest"
         )
 
     def _own_device(self) -> fx.Node:
@@ -488,9 +488,9 @@ class _Copy:
 
 
 def find_examples(values: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the dimension of a tensor that has the examples, of which each has as many parts; None if none has them.
+    """Return a tensor's dimension with the examples, and the number of its entries per example; None if there is none.
 
-    values: for each number of examples.
+    values: the tensor for each number of examples.
     """
     for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True)):
         factor, rest = divmod(sizes[0], BATCHES[0])
@@ -500,10 +500,10 @@ def find_examples(values: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Mapping[fx.Node, set[int]]) -> list[int]:
-    """Return the positions among the operations at which layers begin, but the first.
+    """Return the positions among the operations at which layers begin, except the first.
 
-    A piece is cut in two where the fewest bytes are alive; of places with about as many, near the middle of its FLOPs.
-    No cut lies between two uses of a batch norm: its moving averages belong to one layer.
+    A piece is cut in two where the fewest bytes are alive; among places with about as many, nearest the middle of its
+    FLOPs. No cut lies between two uses of a batch norm: its moving averages belong to one layer.
     """
     operations = segments.operations
     uses: dict[nn.Module, list[int]] = {}
@@ -515,7 +515,7 @@ def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Map
     total = work[-1]
     crossing: dict[int, tuple[int, int]] = {}  # cut -> bytes, number of tensors
     later: set[int] = set()
-    counts = False  # whether an operation behind the cut needs the number of examples
+    counts = False  # whether an operation after the cut needs the number of examples
     for cut in range(len(operations) - 1, 0, -1):
         later |= changed.get(operations[cut], set())
         counts = counts or segments.counts(operations[cut])

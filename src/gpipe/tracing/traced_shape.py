@@ -1,4 +1,4 @@
-"""The sizes of a tensor in a model's code, which note those that the code reads."""
+"""The shape of a tensor in a model's code, which notes the sizes that the code reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Size:
-    """A size as C++ gets it, which reads the items of a tuple past its methods."""
+    """A size as C++ sees it: C++ reads the items of a tuple without calling its methods."""
 
     shape: TracedShape
 
@@ -27,14 +27,14 @@ class _Size:
 
 
 class TracedShape(tuple[Any, ...]):  # noqa: SLOT001 - a tuple of any length has no slots
-    """A shape in the code of a model. What the code does with its sizes is recorded with these numbers.
+    """A shape in the code of a model; the code computes with its actual sizes.
 
-    `x.shape[0]` reads one size, and `len(x.shape)` and a text for people none. Whatever else is done with a shape may
-    read all: it is unpacked, compared, or given to C++.
+    `x.shape[0]` reads one size; `len(x.shape)` and printing read none. Anything else may read all sizes: unpacking,
+    comparing, or passing the shape to C++.
     """
 
     def __new__(cls, sizes: torch.Size) -> Self:
-        """Hold the sizes as items that note who reads them."""
+        """Hold the sizes as items that note when they are read."""
         return super().__new__(cls, map(_Size, sizes))
 
     def __init__(self, _: torch.Size) -> None:
@@ -48,7 +48,7 @@ class TracedShape(tuple[Any, ...]):  # noqa: SLOT001 - a tuple of any length has
         return tuple(self.whole()) if self._is_read_whole else tuple(self._indexed.values())
 
     def whole(self) -> torch.Size:
-        """Return the plain shape, to be read."""
+        """Return the plain shape, all of which counts as read."""
         self._is_read_whole = True
         return self._plain()
 

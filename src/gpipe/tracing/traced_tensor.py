@@ -1,4 +1,4 @@
-"""What stands for a tensor in a model's code while that is recorded."""
+"""What stands for a tensor in a model's code while it is recorded."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class TracedTensor(fx.Proxy):
-    """A tensor in the code of a model, or a tuple of them: its numbers are unknown, all else is known.
+    """A tensor in the code of a model, or a tuple of tensors: its values are unknown, everything else is known.
 
     Shapes, types and devices are plain values, so the code may compute and decide with them. `batch.py` finds out which
-    of them follow the number of examples.
+    of them depend on the number of examples.
     """
 
     value: Any
     tracer: Tracer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that is not there
+        if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that does not exist
             if hasattr(type(self.value), name):
-                raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which is not there yet"))
+                raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which does not exist yet"))
             raise AttributeError(name)
         if name in _OF_GRAPH or name in _OF_RUN:
-            raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on who runs it"))
+            raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on how the model is run"))
         if isinstance(self.value, dict) and name in ("keys", "values", "items"):
             entries = {key: operator.getitem(self, key) for key in self.value}
             return getattr(entries, name)
@@ -45,19 +45,19 @@ class TracedTensor(fx.Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name):  # such as data
-            raise self.tracer.note(Undecided(f"sets {name} of a tensor, which its layers would not"))
+            raise self.tracer.note(Undecided(f"sets {name} of a tensor, which its layers would not do"))
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
         if isinstance(self.value, dict) or (isinstance(self.value, tuple | list) and not self._is_cut):
             return len(self.value)  # of a model's own nests
-        if isinstance(self.value, Tensor) and not self.value.ndim:  # C++ asks, which looks into a list
-            raise self.tracer.note(Undecided("takes a tensor's number out of it, as torch.tensor([x]) does"))
+        if isinstance(self.value, Tensor) and not self.value.ndim:  # C++ asks when it reads a list
+            raise self.tracer.note(Undecided("takes the value out of a tensor, as torch.tensor([x]) does"))
         return int(self.tracer.show(self.node, len(self.value)))
 
     @property
     def _is_cut(self) -> bool:
-        """Whether it is the parts of a tensor, as many as one of its sizes says."""
+        """Whether these are the parts of a tensor, whose number depends on one of its sizes."""
         target = self.node.target
         return (target if isinstance(target, str) else getattr(target, "__name__", "")) in _CUTS
 
@@ -73,11 +73,11 @@ class TracedTensor(fx.Proxy):
 
     def __bool__(self) -> bool:
         if isinstance(self.value, Tensor):
-            raise self.tracer.note(Undecided("decides by the numbers of a tensor"))
+            raise self.tracer.note(Undecided("decides by the values of a tensor"))
         return bool(self.value)
 
     def __index__(self) -> int:
-        raise self.tracer.note(Undecided("uses the number of a tensor as an integer"))
+        raise self.tracer.note(Undecided("uses the value of a tensor as an integer"))
 
     __int__ = __float__ = __index__
 
@@ -91,7 +91,7 @@ _OF_RUN = ("data_ptr", "storage", "untyped_storage", "_version", "register_hook"
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:
-    """Return a method such as __iadd__, which fx.Proxy lacks: Python would make a new tensor."""
+    """Return a method such as __iadd__, which fx.Proxy lacks; without it, Python would make a new tensor."""
 
     def method(self: TracedTensor, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operation, (self, other), {})
@@ -106,7 +106,7 @@ for _name in _NAMES:
 
 
 def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
-    """Change a part of a tensor, and return the tensor."""
+    """Change part of a tensor, and return the tensor."""
     tensor[key] = value
     return tensor
 

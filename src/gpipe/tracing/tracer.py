@@ -1,4 +1,4 @@
-"""Record the operations of a model's forward, while it runs on tensors without data."""
+"""Record the operations of a model's forward while it runs on tensors without data."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ class _Call(nn.Module):
             outputs = self.model(**parts)
         else:
             outputs = self.model(*parts.values()) if self._kind is tuple else self.model(inputs)
-        return _travelling(outputs)
+        return _convert_outputs(outputs)
 
 
-def _travelling(outputs: Any) -> Any:
-    """Return outputs as tensors, tuples, lists and dicts; of a dataclass what is not None."""
+def _convert_outputs(outputs: Any) -> Any:
+    """Return outputs as tensors, tuples, lists and dicts; of a dataclass, only what is not None."""
     if type(outputs) is TracedTensor:
-        return _travelling(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
+        return _convert_outputs(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
     if is_dataclass(outputs):
         named = ((field.name, getattr(outputs, field.name)) for field in fields(outputs))
-        found = {name: _travelling(value) for name, value in named if value is not None}
+        found = {name: _convert_outputs(value) for name, value in named if value is not None}
         return next(iter(found.values())) if len(found) == 1 else found
     if isinstance(outputs, dict):
-        return {key: _travelling(value) for key, value in outputs.items()}
+        return {key: _convert_outputs(value) for key, value in outputs.items()}
     if isinstance(outputs, tuple | list):
-        return (list if isinstance(outputs, list) else tuple)(_travelling(value) for value in outputs)
+        return (list if isinstance(outputs, list) else tuple)(_convert_outputs(value) for value in outputs)
     return outputs
 
 
-_CHANGES_CONSTANT = "changes a tensor in place that it made itself; make it from another, as x.new_zeros does"
+_CHANGES_CONSTANT = "changes a tensor in place that it made itself; make it from another tensor, as x.new_zeros does"
 _CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -89,7 +89,7 @@ _CONTAINERS = (
 )
 
 
-_OF_FORM = ("dim", "ndimension", "get_device", "element_size")  # numbers that are no sizes
+_OF_FORM = ("dim", "ndimension", "get_device", "element_size")  # numbers that are not sizes
 _TRANSFORMERS = nn.Transformer.forward.__code__.co_filename
 
 
@@ -97,20 +97,20 @@ class Tracer(fx.Tracer):
     """Records the operations of one call.
 
     Args:
-        whole: names of submodules, and types, that are one operation each. Those of torch.nn are, too.
+        whole: names and types of submodules that are one operation each. Those of torch.nn are, too.
         batch: the number of examples.
-        training: the mode by which the model's own code decides.
-        odd: submodules in another mode than the model: they are one operation each, if they look at it.
-        sizes: others for some of the example's.
+        training: the mode that the model's own code sees.
+        odd: submodules in another mode than the model; they are one operation each if they read it.
+        sizes: replacements for some of the example's sizes.
 
     Attributes:
         values: of each node, without data.
         flops: of each node.
         changed: the storages that each node changes in place.
-        constants: tensors that the code made out of nothing, by the name of their node's target.
-        sizes: what the code read of the sizes of tensors, in order.
+        constants: tensors that the code made from no input, by the name of their node's target.
+        sizes: the sizes of tensors that the code read, in order.
         places: where in the model's code each node is made, except for torch's own models.
-        decision: where the model's own code first decided by the mode; None where it did not.
+        decision: where the model's own code first decided by the mode; None if it did not.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class Tracer(fx.Tracer):
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
         self._recorded: set[nn.Module] = set()
         self._weights: set[int] = set()  # the storages of parameters
-        self._raised: Exception | None = None  # first in the model's code, which may have caught it
+        self._raised: Exception | None = None  # the first in the model's code, which may have caught it
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
-        self._is_running = False  # an operation, whose own code is not recorded
+        self._is_running = False  # whether an operation runs, whose own code is not recorded
 
     def record(self, model: nn.Module, example: Any) -> fx.Graph:
         """Return the graph of the operations; its placeholder is the nest of inputs."""
@@ -159,8 +159,8 @@ class Tracer(fx.Tracer):
                 repr(leaf) if isinstance(leaf, bool | int | float | str) else f"a value of type {type(leaf).__name__}"
             )
             raise TracingError(
-                f"the example has {what}, and layers take tensors and None; give torch.as_tensor of an array, and make "
-                "a number or a name a part of the model"
+                f"the example has {what}, and layers take only tensors and None; convert arrays with torch.as_tensor, "
+                "and make numbers and names part of the model"
             )
         given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
         shape = [self._others.get(size, size) for size in given.tensor.shape]
@@ -170,11 +170,11 @@ class Tracer(fx.Tracer):
 
     @property
     def is_recording(self) -> bool:
-        """Whether code of the model runs that is recorded."""
+        """Whether code of the model is running that is recorded."""
         return bool(self._current) and not self._is_running
 
     def read_training(self, module: nn.Module) -> Any:
-        """Return what stands for the mode of a module where the model's code asks for it."""
+        """Return what stands for the mode of a module when the model's code asks for it."""
         if not self.is_recording:
             return module.__dict__["training"]
         if module in self._odd:
@@ -182,14 +182,14 @@ class Tracer(fx.Tracer):
         return TracedMode(self)
 
     def decide(self) -> bool:
-        """Return `training` to code that decides by it: that of the model itself, for a submodule can be a whole."""
+        """Return `training` to the model's own code that decides by it; a submodule becomes one operation instead."""
         if self._current[-1] != "model":
             raise self.note(Whole(self.root.get_submodule(self._current[-1])))
         self.decision = self.decision or traceback.extract_stack()
         return self._training
 
     def note(self, error: Exception) -> Exception:
-        """Return an error to raise in the model's code. Where that catches it, it would run something else."""
+        """Remember and return an error to raise in the model's code, which may catch it and run something else."""
         self._raised = self._raised or error
         return error
 
@@ -212,8 +212,8 @@ class Tracer(fx.Tracer):
         generators, buffers = HostGenerators(), dict(m._buffers)
         try:
             if is_whole and any(map(_has_others, m.modules())):
-                raise Undecided("runs a submodule on other weights than its own; call functional_call in a submodule")
-            with preserved_generators([]) if is_whole else NOTHING:  # what it draws here, it will draw in each forward
+                raise Undecided("runs a submodule on weights other than its own; call functional_call in a submodule")
+            with preserved_generators([]) if is_whole else NOTHING:  # it may draw, as it will in each forward
                 found = super().call_module(m, forward, args, kwargs)
             if self._raised is not None:
                 self._raised.add_note(", an error that the code catches")
@@ -227,12 +227,11 @@ class Tracer(fx.Tracer):
                     again = HostGenerators()
                     place = find_line(m, lambda: forward(*args, **kwargs), lambda: again.find_drawn() is not None)
                 raise Undecided(
-                    "draws random numbers that no input enters, which would be the same ones for ever", place
+                    "draws random numbers without using an input, which would be the same in every forward", place
                 )
         except Exception as error:
             self.note(error)
-            # The submodule becomes one operation, which hides what the code in it does. Of the model itself nothing
-            # would be left.
+            # The submodule becomes one operation, which hides what its code does. The model itself must not.
             if not (isinstance(self._raised, Whole) or name in ("", "model") or is_whole):
                 self._raised = Whole(m)
             if self._raised is not None and self._raised is not error:
@@ -243,7 +242,7 @@ class Tracer(fx.Tracer):
         return found
 
     def _refuse_kept(self, m: nn.Module, buffers: Mapping[str, Any], run: Callable[[], Any]) -> None:
-        """Refuse code that leaves what it computed in a buffer, or in an attribute after all of the model."""
+        """Refuse code that leaves what it computed in a buffer, or in an attribute once the whole model has run."""
         is_model = self._current[-1] == "model"
         owner, kept, place = m, _find_replaced(m, buffers), None
         if kept is None and is_model:
@@ -255,11 +254,11 @@ class Tracer(fx.Tracer):
         if is_model:
             before = {id(leaf): leaf for leaf in _leaves_of(owner, kept)}
             place = find_line(m, run, lambda: any(id(leaf) not in before for leaf in _leaves_of(owner, kept)))
-        raise Undecided(f"puts a tensor into its attribute or buffer {kept}, which a layer would not", place)
+        raise Undecided(f"stores a tensor in its attribute or buffer {kept}, which a layer would not do", place)
 
     def _find_kept(self, model: nn.Module) -> tuple[nn.Module, str | None]:
         for module in reversed([*model.modules()]):
-            is_recorded = module in self._recorded  # then it may look at what a submodule that is whole has left there
+            is_recorded = module in self._recorded  # then it may read what a whole submodule has left there
             for name in module.__dict__:
                 leaves = _leaves_of(module, name)
                 if any(type(leaf) is TracedTensor or (is_recorded and is_fake(leaf)) for leaf in leaves):
@@ -267,7 +266,7 @@ class Tracer(fx.Tracer):
         return model, None
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute of a module, traced where it is a parameter or buffer."""
+        """Return an attribute of a module, traced if it is a parameter or buffer."""
         return attr_val if self._is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> TracedTensor:
@@ -275,7 +274,7 @@ class Tracer(fx.Tracer):
         return TracedTensor(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return an argument as a graph has it."""
+        """Return an argument in the form that the graph stores."""
         if type(a) is TracedTensor:
             return a.node
         if type(a) is TracedShape:
@@ -285,8 +284,8 @@ class Tracer(fx.Tracer):
         if is_fake(a):
             raise self.note(
                 Undecided(
-                    "uses what a submodule that is one operation has left in an attribute or in an object of its own; "
-                    "return tensors, tuples or dicts"
+                    "uses what a submodule that is one operation has left in an attribute or in an object of its own "
+                    "type; return tensors, tuples or dicts"
                 )
             )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
@@ -299,7 +298,7 @@ class Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
-        """Run an operation on tensors without data, and note it where it gives any."""
+        """Run an operation on tensors without data, and record it if it returns tensors."""
         try:
             return self._create_proxy(kind, target, args, kwargs)
         except Exception as error:
@@ -307,10 +306,10 @@ class Tracer(fx.Tracer):
             raise
 
     def _create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        bare = _bare((args, kwargs))
+        bare = _unwrap((args, kwargs))
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         if any(tensor.grad_fn is not None for tensor in tensors):
-            raise Undecided("computes with a weight past its name and parameters(), which is not recorded")
+            raise Undecided("computes with a weight reached neither by name nor by parameters(), which is not recorded")
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
         if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
@@ -335,7 +334,7 @@ class Tracer(fx.Tracer):
         self._note_place(traced.node)
         if self._is_trained(traced.node):
             if not torch.is_grad_enabled():
-                raise Undecided("computes without gradients what follows from weights that are trained")
+                raise Undecided("computes without gradients from weights that are trained")
             self._trained.add(traced.node)
         self.values[traced.node], self.flops[traced.node] = value, counter.total
         pairs = zip(tensors, versions, strict=True)
@@ -347,7 +346,7 @@ class Tracer(fx.Tracer):
     def show(self, node: fx.Node, found: Any) -> Any:
         """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
 
-        Those of parameters do not depend on the inputs, nor does anything on those that torch's transformers check.
+        Sizes of parameters do not depend on the inputs, and nothing depends on those that torch's transformers check.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and is_ours(frame.f_code.co_filename):
@@ -377,12 +376,12 @@ class Tracer(fx.Tracer):
             frame = frame.f_back
 
     def refuse(self, node: fx.Node, what: str, remedy: str = OF_DECISIONS) -> TracingError:
-        """Return an error that says where the model's code makes a node, and what it does there."""
+        """Return an error that tells where the model's code makes a node, and what it does there."""
         place = self.places.get(node)
         return explain(self.root.get_submodule("model"), [] if place is None else [place], what, remedy)
 
     def _changes_constant(self, kind: str, target: Any, bare: Any) -> bool:
-        """Return whether an operation changes a tensor that the model's code made out of nothing."""
+        """Return whether an operation changes a tensor that the model's code made from no input."""
         made: dict[int, Tensor] = {}
 
         def describe(leaf: Any) -> Any:
@@ -398,14 +397,14 @@ class Tracer(fx.Tracer):
         try:
             with self._fake, torch.no_grad():
                 run(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - such as a decision by the numbers that the tensor has
+        except Exception:  # noqa: BLE001 - such as a decision by the tensor's values
             return False
         finally:
             self._is_running = False
         return any(constant._version > 0 for constant in made.values())
 
     def _is_trained(self, node: fx.Node) -> bool:
-        """Return whether what a node gives depends on parameters that are trained."""
+        """Return whether the value of a node depends on trained parameters."""
         if any(used in self._trained for used in node.all_input_nodes):
             return True
         if node.op == "call_module":
@@ -431,14 +430,14 @@ class Tracer(fx.Tracer):
             module = self.root.get_submodule(target)
             try:
                 return module.forward(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - such as a decision by numbers, which a named submodule may make
+            except Exception:  # noqa: BLE001 - such as a decision by values, which a named submodule may make
                 return self._run_for_real(module, args, kwargs)
         if kind == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
 
     def _run_for_real(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a copy of a submodule on ones, to see what shapes come out of it."""
+        """Run a copy of a submodule on ones, to find the shapes of its outputs."""
 
         def ones(leaf: Any) -> Any:
             return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tensor) else leaf
@@ -452,21 +451,21 @@ class Tracer(fx.Tracer):
 
 
 def _has_others(module: nn.Module) -> bool:
-    """Return whether code has put other tensors in the place of a module's parameters, or traced ones anywhere."""
+    """Return whether code has replaced a module's parameters by other tensors, or put traced ones anywhere."""
     is_parameter = (own is None or isinstance(own, nn.Parameter) for own in module._parameters.values())
     values = chain(vars(module).values(), module._buffers.values())
     return not all(is_parameter) or any(type(own) is TracedTensor for own in values)
 
 
 def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operation changes its first argument, a tensor that the model's code made out of nothing."""
+    """Return whether an operation changes its first argument, a tensor that the model's code made from no input."""
     name = target if isinstance(target, str) else "__setitem__"
     changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return changes and issubclass(type(args[0]), Tensor)
 
 
 def free_name(module: nn.Module, name: str) -> str:
-    """Return a name, with more underscores behind it where the module has an attribute of that name."""
+    """Return a name, with underscores appended until the module has no attribute of that name."""
     while hasattr(module, name):
         name += "_"
     return name
@@ -478,7 +477,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _find_replaced(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
-    """Return a buffer of a module in whose place code has put another."""
+    """Return the name of a module's buffer that code has replaced; None if there is none."""
     for name, buffer in buffers.items():
         if _is_changed_in_place(module._buffers.get(name), name):
             module._buffers[name] = buffer
@@ -487,7 +486,7 @@ def _find_replaced(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
 
 def _leaves_of(module: nn.Module, name: str) -> list[Any]:
     """Return what is in a buffer or an attribute, such as a list."""
-    # No dict's `get`: the buffers of what TorchScript has made are none.
+    # Not `get`: the buffers of a TorchScript module are not a dict.
     found = module._buffers[name] if name in module._buffers else module.__dict__.get(name)
     return [found, *chain.from_iterable(map(items_of, find_containers([found])))]
 
@@ -500,8 +499,8 @@ def _is_changed_in_place(value: Any, name: str) -> bool:
     return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
 
 
-def _bare(nest: Any) -> Any:
-    """Return a nest with the values of what is traced."""
+def _unwrap(nest: Any) -> Any:
+    """Return a nest with traced parts replaced by their values."""
 
     def bare(leaf: Any) -> Any:
         return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, TracedMode) else leaf
@@ -512,7 +511,7 @@ def _bare(nest: Any) -> Any:
 def trace(
     model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int, **modes: Any
 ) -> tuple[fx.Graph, Tracer, set[str | type[nn.Module]]]:
-    """Record a model's operations on so many examples.
+    """Record a model's operations on `batch` examples.
 
     Submodules whose code cannot be recorded become one operation each; they are returned too, among the leaves.
 

@@ -211,7 +211,7 @@ def assert_all_stopped(events: list[Event | None], culprit: int, seconds: float 
         assert rank == culprit or event.kind == "PeerFailure", f"rank {rank}: {event}"
         assert "\n" not in event.text, f"rank {rank}: {event.text}"
         assert event.text.removeprefix("Broken: ") in event.again, f"rank {rank} goes on: {event.again}"
-        assert "cannot go on, build a new one" in event.again
+        assert "cannot continue; build a new one" in event.again
     return found
 
 
@@ -410,7 +410,7 @@ def test_a_process_that_never_comes_to_the_pipeline_is_named(action: Callable[[]
     told = fresh_processes.run(3, connect, 1, action, mute=1)
     assert told.keys() == {0, 2}
     for text in told.values():
-        assert "rank 1, which never said where it runs, " in text and said in text
+        assert "rank 1, which never reported where it runs, " in text and said in text
 
 
 @pytest.mark.parametrize("action", [hang, stop])
@@ -563,7 +563,7 @@ def disagree(rank: int) -> str:
 
 def test_processes_that_make_different_calls_are_told_so(pool: ProcessPool) -> None:
     for text in pool.run(3, disagree):
-        assert "wait for each other; every process must make the same calls of the pipeline" in text
+        assert "wait for each other; every process must make the same calls to the pipeline" in text
 
 
 def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
@@ -606,8 +606,8 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
         ("norm", r"max_gradient_norm is 1\.0 in process 0 of the pipeline and None in process 1 of the pipeline;"),
         ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1 of the pipeline; give every"),
         ("frozen", r"layers\.0\.weight is frozen in one replica and not in another; freeze the same"),
-        ("evaluation", r"every process must make the same calls of the pipeline, in the same order"),
-        ("evaluation, apart", r"every process must make the same calls of the pipeline, in the same order"),
+        ("evaluation", r"every process must make the same calls to the pipeline, in the same order"),
+        ("evaluation, apart", r"every process must make the same calls to the pipeline, in the same order"),
         ("norm of a replica", r"max_gradient_norm is 1\.0 in replica 0 and None in replica 1; give every process the"),
         ("step of a replica", r"step is 0 in replica 0 and 1 in replica 1; give every process the same"),
         ("scale of a replica", r"scaler\.scale is 8\.0 in replica 0 and 16\.0 in replica 1; give every process the"),
@@ -616,7 +616,7 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
 def test_processes_that_are_given_different_things_are_told_so(what: str, said: str, pool: ProcessPool) -> None:
     for first, second in pool.run(2, give_other_arguments, what):
         assert re.search(said, first), first
-        assert second.startswith("this pipeline stopped before"), second
+        assert second.startswith("this pipeline has stopped"), second
 
 
 def use_when_closed(rank: int) -> str:
@@ -630,7 +630,7 @@ def use_when_closed(rank: int) -> str:
 
 
 def test_a_pipeline_that_was_closed_says_so(pool: ProcessPool) -> None:
-    said = "this pipeline stopped before and cannot go on, build a new one; it stopped: it was closed"
+    said = "this pipeline has stopped and cannot continue; build a new one. The cause: it was closed"
     assert pool.run(2, use_when_closed) == [said, said]
 
 
@@ -652,5 +652,5 @@ def stop_early(rank: int) -> str:
 def test_a_process_that_closes_its_pipeline_is_not_taken_for_killed(pool: ProcessPool) -> None:
     _, said = pool.run(2, stop_early)
     assert re.search(
-        r"^stage 0 \(rank 0, .*\) has closed its pipeline; every process must make the same calls of it", said
+        r"^stage 0 \(rank 0, .*\) has closed its pipeline; every process must make the same calls to it", said
     )

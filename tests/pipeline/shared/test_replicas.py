@@ -510,7 +510,7 @@ def find_error(rank: int, what: str) -> str:
     ("what", "message"),
     [
         ("sparse", "a gradient is sparse, and replicas average only dense ones; set sparse=False in its layer"),
-        ("grad_dtype", "layers.0.weight is of the type torch.bfloat16, and its gradient, which replicas average, of"),
+        ("grad_dtype", "layers.0.weight has the type torch.bfloat16, but its gradient, which replicas average, has"),
         ("metrics", "the list of metrics is ['of 0'] in replica 0 and ['of 1'] in replica 1; give every process the"),
         ("clip", "max_norm is 2.0 in replica 0 and 1.0 in replica 1; give every process the same"),
     ],

@@ -354,9 +354,9 @@ def test_what_cannot_be_shared_out_is_refused_by_name(processes: ProcessPool) ->
             assert "such as gpipe or 1f1b, or set shard_replicas=False" in said[name]
         assert said["tied"].startswith("layers.0.weight is shared by several layers")
         assert said["meta"] == "layer 0 is on the meta device and shard_replicas is True; build the layers on the CPU"
-        assert said["sharded"].startswith("layer 0 has parameters that fully_shard shares out")
+        assert said["sharded"].startswith("layer 0 has parameters that fully_shard has sharded")
         assert said["hooked"].startswith("layers.0.weight has a hook and shard_replicas is True")
-        assert said["late"].startswith("layers.0.extra came after the pipeline was made, and shard_replicas is True")
+        assert said["late"].startswith("layers.0.extra was added after the pipeline was made, and shard_replicas is")
         assert "do not compile" in said["compile"]
         assert "save the parts with torch.distributed.checkpoint" in said["save"]
 

@@ -201,7 +201,7 @@ def test_a_frozen_parameter_stays_without_gradient(processes: ProcessPool) -> No
 
 
 PARTLY_FROZEN = (
-    "layers.2.table is frozen, but layers.0.weight, which is one parameter with it, is not; freeze all layers' copies "
+    "layers.2.table is frozen, but layers.0.weight, which is the same parameter, is not; freeze all layers' copies "
     "of it (requires_grad_(False)), or none"
 )
 

@@ -224,7 +224,7 @@ def test_a_tied_parameter_has_gradients_of_its_own_type() -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
     layers[1].weight = layers[0].weight
     layers[0].weight.grad_dtype = torch.float32
-    with pytest.raises(ValueError, match=r"^layers.0.weight is of the type torch.bfloat16, and its gradient, of which"):
+    with pytest.raises(ValueError, match=r"^layers.0.weight has the type torch.bfloat16, but its gradient, of which"):
         gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1], 2)
 
 

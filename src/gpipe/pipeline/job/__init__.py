@@ -1,1 +1,1 @@
-"""The processes of a job: who they are, how they agree, and how a failure of one reaches all."""
+"""The processes of a job: which there are, how they agree, and how a failure of one reaches all."""

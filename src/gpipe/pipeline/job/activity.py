@@ -10,17 +10,17 @@ _BETWEEN = "between two steps"
 
 
 class Activity:
-    """What one process is doing: a task of a stage, or what lies between two steps.
+    """What one process is doing: a task of a stage, or something between two steps.
 
-    Noting costs an assignment; the words are put together only when somebody asks, from any thread.
+    Noting costs an assignment; the words are formed only when a thread asks.
 
     Attributes:
-        compiling: the layer that is being compiled, in words; None while none is.
+        compiling: the layer that is being compiled, in words; None if none is.
     """
 
     def __init__(self) -> None:
         self.compiling: str | None = None
-        self._tasks: dict[int, tuple[Callable[[int, str], str], int, str]] = {}  # by the thread
+        self._tasks: dict[int, tuple[Callable[[int, str], str], int, str]] = {}  # by thread
         self._outside = _BETWEEN
         self._beside: str | None = None
 
@@ -39,7 +39,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Note what is done in the body, apart from tasks, such as "loading data"; where it fails the note stays."""
+        """Note what the body does, apart from tasks, such as "loading data"; if it fails the note stays."""
         before, self._outside = self._outside, what
         yield
         self._outside = before
@@ -54,7 +54,7 @@ class Activity:
             self._beside = None
 
     def __str__(self) -> str:
-        """Return it in the words of an error's place."""
+        """Return it in the words that errors use for their place."""
         tasks, beside = list(self._tasks.values()), self._beside
         words = " and ".join(describe(micro_batch, doing) for describe, micro_batch, doing in tasks) or self._outside
         words = words if beside in (None, words) else f"{words}, while {beside}"

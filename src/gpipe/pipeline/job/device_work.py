@@ -1,4 +1,4 @@
-"""What this process's GPUs were given and have not done yet, as far as it is known."""
+"""What this process's GPUs have been given and have not finished, as far as is known."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.errors import PipelineError
 
 _LONGEST_PAUSE_SECONDS = 1e-3  # between two looks at a GPU
-_PAUSE_SHARE = 0.01  # of the time waited so far: by no more do the pauses make a wait longer
+_PAUSE_SHARE = 0.01  # of the time waited so far: pauses lengthen a wait by no more
 
 
 class DeviceStep(NamedTuple):
     """Something that a GPU does after what it was given before.
 
     Attributes:
-        event: behind it.
+        event: recorded after it.
         text: what it is, such as "stage 1, micro-batch 0, forward".
-        stage: whose task it is; None where it belongs to none.
+        stage: whose task it is; None if it belongs to none.
         micro_batch: likewise.
-        ranks: of the processes whose data it waits for; none where the GPU itself works.
+        ranks: of the processes whose data it waits for; none if the GPU itself works.
     """
 
     event: torch.cuda.Event
@@ -43,8 +43,8 @@ class Delivery:
 
     Attributes:
         ranks: of those processes.
-        ready: comes when the data have been computed.
-        sent: comes when they have been sent; None until NCCL was told to.
+        ready: the event after which the data have been computed.
+        sent: the event after which they have been sent; None until NCCL has been told to send them.
     """
 
     ranks: tuple[int, ...]
@@ -55,18 +55,18 @@ class Delivery:
 class DeviceWork:
     """The steps that GPUs have not done yet, in the order in which they can do them.
 
-    The host runs far ahead of its GPUs. Where it waits for one, it must not wait in CUDA, where nothing could end the
-    wait: it looks at these events again and again. The first that has not come tells what is waited for.
+    The host runs far ahead of its GPUs. When it waits for one, it must not wait in CUDA, where nothing could end the
+    wait: it polls these events. The first that has not come tells what the host waits for.
 
     Args:
         activity: what the process is doing, for messages.
         timeout_seconds: how long a GPU may work on one step.
-        stage: of the process, for errors; None where it has several.
+        stage: of the process, for errors; None if it has several.
 
     Attributes:
         activity: the same.
-        num_done: how many steps were seen to be done: the progress of the GPUs.
-        since: when the first one became the first, by the monotonic clock.
+        num_done: how many steps are known to be done: the progress of the GPUs.
+        since: when the first step became the first, by the monotonic clock.
     """
 
     def __init__(self, activity: Activity, timeout_seconds: float, stage: int | None) -> None:
@@ -79,20 +79,20 @@ class DeviceWork:
         self.since = time.monotonic()
 
     def add(self, device: torch.device, doing: str, stage: int, micro_batch: int) -> None:
-        """Note all that the current stream of a device was given so far for a task; a CPU has done it already."""
+        """Note what the current stream of a device has been given for a task; a CPU has already done it."""
         if device.type == "cuda":
             event = torch.cuda.current_stream(device).record_event()
             self._append(DeviceStep(event, f"stage {stage}, micro-batch {micro_batch}, {doing}", stage, micro_batch))
 
     def expect(self, arrived: torch.cuda.Event, *ranks: int) -> None:
-        """Note that what comes next needs data of other processes, behind an event."""
+        """Note that what comes next needs data of other processes, which have arrived after an event."""
         self._append(DeviceStep(arrived, f"data from rank {', '.join(map(str, ranks))}", ranks=ranks))
 
     @contextmanager
     def exchanging(self, device: torch.device, ranks: Sequence[int]) -> Iterator[None]:
         """Note that what the body gives to a device's current stream waits for data of other processes, as they do.
 
-        What the stream was given before is this process's own work: where that hangs, this process is to blame.
+        What the stream was given before is this process's own work: if that hangs, this process is to blame.
         """
         if device.type != "cuda":
             yield
@@ -124,7 +124,7 @@ class DeviceWork:
                 stage = self._stage if step.stage is None else step.stage
                 raise PipelineError(text, stage=stage, micro_batch=step.micro_batch)
             time.sleep(min((now - begin) * _PAUSE_SHARE, _LONGEST_PAUSE_SECONDS))
-        check()  # a wait on the device that was cut off ends without an error
+        check()  # a device's wait that was cut off ends without an error
 
     def find_first(self) -> DeviceStep | None:
         """Return the first step that is not done; None where all are.
@@ -145,7 +145,7 @@ class DeviceWork:
             self._deliveries.append(delivery)
 
     def find_undelivered(self) -> list[int]:
-        """Return the ranks of those for whom data are ready that have not been sent: they need not want them yet.
+        """Return the ranks for which data are ready that have not been sent; they may not need them yet.
 
         Raises:
             RuntimeError: a GPU failed.
@@ -171,7 +171,7 @@ class DeviceWork:
             raise PipelineError(text, stage=self._stage) from error
 
     def _mark(self, device: torch.device) -> torch.cuda.Event:
-        """Note what the current stream of a device was given since the last step, and return the event behind it."""
+        """Note what the current stream of a device was given since the last step, and return the event after it."""
         event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
         self._append(DeviceStep(event, f"{self.activity}, on {device}"))
         return event

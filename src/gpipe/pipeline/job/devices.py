@@ -15,7 +15,7 @@ def choose_devices(devices: Devices, layers: nn.Module, num_stages: int) -> dict
     """Return the device of each stage in a process that plays all of them; by default where the layers are.
 
     Raises:
-        ValueError: there are neither as many devices as stages nor one for all, or layers are in several places.
+        ValueError: there is neither one device per stage nor one for all, or layers are on several devices.
     """
     if devices is None:
         devices, *others = sorted({str(one.device) for one in layers.parameters() if not one.is_meta}) or ["cpu"]
@@ -29,7 +29,7 @@ def choose_devices(devices: Devices, layers: nn.Module, num_stages: int) -> dict
     if len(devices) != num_stages:
         raise ValueError(
             f"{len(devices)} devices for {num_stages} stages; give one per stage (the same one may appear several "
-            "times), or a single one for all"
+            "times), or one for all"
         )
     return {stage: _with_index(torch.device(device)) for stage, device in enumerate(devices)}
 
@@ -38,7 +38,7 @@ def choose_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
     """Return the device of one process of a mesh; by default the current one of the mesh's type.
 
     Raises:
-        ValueError: there are several devices.
+        ValueError: `devices` has several.
     """
     if devices is None:
         devices = mesh.device_type

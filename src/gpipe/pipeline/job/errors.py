@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 class PipelineError(RuntimeError):
     """A step that could not be finished: no parameter and no moving average was updated.
 
-    Gradients may have a part of the mini-batch: set them to zero before you go on.
+    Gradients may contain part of the mini-batch: set them to zero before you continue.
 
     Attributes:
-        stage: the stage in which it happened; None where it concerns the whole step.
-        micro_batch: the micro-batch that was under way; None outside of one.
-        layer: the index of the layer that was running, counted over the whole model; None outside of one.
+        stage: the stage in which it happened; None if it concerns the whole step.
+        micro_batch: the micro-batch that was running; None outside one.
+        layer: the index in the whole model of the layer that was running; None outside one.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class PipelineError(RuntimeError):
         self.layer = layer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let other processes be told, of a cause's type too: that one is made here, and its attributes stay here."""
+        """Pickle as a plain PipelineError if the type was made for a cause: that type exists only in this process."""
         if type(self).__name__ != PipelineError.__name__:
             return _restore, (type(self), self.args, self.__dict__)
         place = {"stage": self.stage, "micro_batch": self.micro_batch, "layer": self.layer}
         return _restore, (PipelineError, self.args, place)
 
     def __str__(self) -> str:
-        """Return the message as it is: some types of errors, such as KeyError, would quote it."""
+        """Return the message as it is: some error types, such as KeyError, would quote it."""
         return str(self.args[0]) if self.args else ""
 
 
@@ -47,16 +47,16 @@ def _restore(kind: type[PipelineError], args: tuple[Any, ...], attributes: dict[
 
 
 def caused_by(error: Exception, message: str, **place: int | None) -> PipelineError:
-    """Return a PipelineError that `except` finds under the type of its cause too, with the attributes of the cause.
+    """Return a PipelineError that `except` also catches by the type of its cause, and that has the cause's attributes.
 
     Args:
         error: the cause.
-        message: says where it happened, and what.
+        message: says what happened, and where.
         place: stage, micro_batch and layer.
     """
     try:
         stated = _type_under(type(error))(message, **place)  # type: ignore[arg-type]  # classes can be hashed
-    except TypeError:  # a class that nobody can extend, or make without arguments of its own
+    except TypeError:  # a class that cannot be extended, or needs other arguments
         return PipelineError(message, **place)
     own = {name: value for name, value in error.__dict__.items() if name != "__notes__"}  # shown with the cause
     stated.__dict__.update(own | stated.__dict__)
@@ -79,7 +79,7 @@ class NonFiniteError(PipelineError):
     """The mini-batch's loss or the gradients' norm is not a finite number: nothing was updated.
 
     Attributes:
-        what: which one, without a remedy.
+        what: the message without its remedy.
     """
 
     def __init__(self, what: str, *, stage: int | None = None) -> None:
@@ -92,7 +92,7 @@ class StepAbandoned(PipelineError):
     """A process was asked to stop while it compiled: nothing was updated.
 
     Attributes:
-        notes: of all processes, as in the report of a step.
+        notes: of all processes, as in a step's report.
     """
 
     def __init__(self, step: int, notes: list[Any]) -> None:
@@ -101,9 +101,9 @@ class StepAbandoned(PipelineError):
 
 
 class FirstNonFinite(NamedTuple):
-    """An output that is not finite; the least of several is the one that came first in the model."""
+    """An output that is not finite; the smallest of several comes first in the model."""
 
-    layer: int  # its index in the model; the number of layers where it is the loss
+    layer: int  # its index in the model; for the loss, the number of layers
     replica: int
     micro_batch: int
     stage: int
@@ -115,10 +115,10 @@ class FirstNonFinite(NamedTuple):
 
 
 class PeerFailure(PipelineError):
-    """Another process of the pipeline failed; the message is the cause that it gave, or that its silence suggests.
+    """Another process of the pipeline failed; the message is the cause that it reported, or what its silence suggests.
 
     Attributes:
-        told: whether another process gave the cause: it has the traceback, and reports it.
+        told: whether another process reported the cause: it has the traceback, and prints it.
     """
 
     def __init__(self, message: str, *, told: bool = False, **place: int | None) -> None:
@@ -130,7 +130,7 @@ class LostPeer(RuntimeError):
     """A connection to another process is gone; `Watch.explain` finds out why.
 
     Attributes:
-        ranks: in the job, of those that were waited for.
+        ranks: the ranks in the job of those that this process waited for.
     """
 
     def __init__(self, ranks: Sequence[int], cause: str) -> None:
@@ -140,7 +140,7 @@ class LostPeer(RuntimeError):
     @classmethod
     @contextmanager
     def named(cls, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise a LostPeer in place of what torch raises when a connection is gone."""
+        """Replace the error that torch raises when a connection is gone by a LostPeer."""
         try:
             yield
         except RuntimeError as error:

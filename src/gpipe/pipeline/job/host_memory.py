@@ -1,4 +1,4 @@
-"""Memory of the host, in which whatever goes over sockets and Gloo lies."""
+"""Memory of the host, for whatever goes over sockets and Gloo."""
 
 import functools
 

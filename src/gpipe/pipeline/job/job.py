@@ -1,7 +1,7 @@
 """The job: which processes train together, which stages and devices each has, and how they agree and fail together.
 
-`Job` is a job of one process, which plays all stages: everything that it gathers is one value. mesh_job.py has the one
-of several processes, with the same methods. So the engine never asks how many processes there are.
+`Job` is a job of one process, which plays all stages: whatever it gathers is one value. mesh_job.py has the job of
+several processes, with the same methods. So the engine never asks how many processes there are.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Job:
         replicas: the processes that hold the same stages in other pipelines.
         activity: what this process is doing.
         device_work: what its GPUs have not done yet.
-        on_failure: called when a step fails, to drop what is left of it. Weak: a pipeline's layers may refer to it, and
-            its job, which must be closed after it, would keep both.
+        on_failure: called when a step fails, to drop what is left of it. Weak: the job is held until its pipeline is
+            released, and a layer may refer to the pipeline, which would then never be.
         process: the index of this process in its pipeline.
     """
 
@@ -62,17 +62,17 @@ class Job:
 
     @property
     def overlaps(self) -> bool:
-        """Whether stages can run at the same time: as processes, or on several devices; otherwise they take turns."""
+        """Whether stages can run at the same time, as processes or on several devices; otherwise they take turns."""
         return len(set(self.devices.values())) > 1
 
     @property
     def place(self) -> str:
-        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
+        """Which process this is and what it is doing, for messages: "rank 1, stage 1, between two steps"."""
         return str(self.activity)
 
     @property
     def compiling(self) -> str | None:
-        """What is compiled here, or where this process waits: "compiling layer 3 of 9"; None for nothing."""
+        """What is being compiled here, or in a process that this one waits for: "compiling layer 3 of 9"; or None."""
         return self.activity.compiling
 
     def process_of(self, stage: int) -> int:
@@ -87,16 +87,16 @@ class Job:
             among_replicas: the names of those that the replicas must agree on; None: all.
 
         Raises:
-            ValueError: on all processes; it names the first difference.
-            PipelineError: another process is gone or does not come.
+            ValueError: settings differ; on all processes, with the first difference.
+            PipelineError: another process is gone or does not appear.
         """
 
     def connect_replicas(self) -> Replicas:
-        """Return the replicas, connected by a group of their own, for exchanges amid those of `replicas`."""
+        """Return the replicas, connected by a separate group, for exchanges that run beside those of `replicas`."""
         return self.replicas
 
     def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
-        """Connect some processes of each pipeline with each other; return the connections that this one is in.
+        """Connect processes of each pipeline with each other; return the connections that this one belongs to.
 
         Args:
             groups: processes of a pipeline, ascending; the same groups on each process of the job.
@@ -128,7 +128,7 @@ class Job:
     def wait_for_devices(self) -> None:
         """Wait until this process's GPUs have done all that their current streams were given; a CPU has.
 
-        Before the host asks a GPU for a number, it waits here: a GPU that hangs, and data that never come, end it.
+        The host waits here before it reads a number from a GPU. This wait ends if the GPU hangs or data never come.
 
         Raises:
             PipelineError: a GPU failed, or did nothing for longer than the time-out.
@@ -144,11 +144,11 @@ class Job:
         """On an error in the body, drop the step and tell the other processes; find out why a connection is gone.
 
         Raises:
-            PipelineError: the processes stopped before.
+            PipelineError: the pipeline has already stopped.
         """
         if self._failure is not None:
             raise PipelineError(
-                f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._failure}"
+                f"this pipeline has stopped and cannot continue; build a new one. The cause: {self._failure}"
             )
         with self._guard_exchange():
             yield
@@ -158,7 +158,7 @@ class Job:
         try:
             yield
         except (NonFiniteError, StepAbandoned):
-            raise  # every process raises it at the same place: they stay in step
+            raise  # every process raises it at the same point, so they stay in step
         except BaseException as error:
             cause = self.abort(error)
             if cause is not error:

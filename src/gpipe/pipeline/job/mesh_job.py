@@ -41,7 +41,7 @@ _CONNECT_SECONDS = 0.1  # between two looks at the others while NCCL connects
 class MeshJob(Job):
     """A job of R replicas x P processes, as one of them sees it.
 
-    Every process of the job makes one, in the same order; the mesh holds all of them.
+    Every process of the job makes its own, in the same order; the mesh holds all processes.
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
@@ -76,7 +76,7 @@ class MeshJob(Job):
 
     @property
     def place(self) -> str:
-        """The same, with this process's rank and stages."""
+        """As in `Job`, with this process's rank and stages."""
         return self._watch.place
 
     def process_of(self, stage: int) -> int:
@@ -85,7 +85,7 @@ class MeshJob(Job):
 
     @property
     def compiling(self) -> str | None:
-        """What is compiled here, or in a process that this one waits for."""
+        """What is being compiled here, or in a process that this one waits for."""
         return self.activity.compiling or self._watch.find_compiling()
 
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
@@ -107,7 +107,7 @@ class MeshJob(Job):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say why a connection is gone that the body needs."""
+        """Explain why a connection that the body needs is gone."""
         try:
             yield
         except LostPeer as lost:
@@ -121,7 +121,7 @@ class MeshJob(Job):
         return ReplicaGroup(group, self._replica_messenger, self._watch, self._device, self.device_work)
 
     def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
-        """Connect some processes of each pipeline with each other; return the connections that this one is in."""
+        """Connect processes of each pipeline with each other; return the connections that this one belongs to."""
         found = {}
         for processes in groups:
             members = [[row[process] for process in processes] for row in self._rows]
@@ -156,12 +156,12 @@ class MeshJob(Job):
             return error
         if isinstance(error, PipelineError):
             stated = error
-            if not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
+            if not isinstance(error, PeerFailure | NonFiniteError):  # a NonFiniteError is the same in all processes
                 error.args = (f"rank {self._rank}, {error}",)
         else:
             error.add_note(place)
             what = f"{type(error).__name__}: {error}"
-            # After many lines, such as the traceback of a process that loads data, nobody looks for the place above.
+            # After many lines, such as the traceback of a process that loads data, a place above them is overlooked.
             text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
             stated = PipelineError(text, stage=self._stage)
         self._failure = str(stated)
@@ -173,7 +173,7 @@ class MeshJob(Job):
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads: Gloo drops what it has not delivered yet."""
-        if self._failure is not None:  # what was sent will not be asked for any more
+        if self._failure is not None:  # what was sent will no longer be asked for
             self._watch.give_up()
             self.transfer.join()
         else:
@@ -195,7 +195,7 @@ class MeshJob(Job):
             refuse_different(found, f"{kind} {{}}")
         except ValueError:
             with suppress(LostPeer):
-                messenger.flush()  # or the others never get to see the difference
+                messenger.flush()  # or the others would never see the difference
             self._watch.retire()
             raise
 
@@ -227,9 +227,9 @@ class MeshJob(Job):
     def _make_groups(self, members: list[list[int]], backend: str, *, is_link: bool = False) -> Any:
         """Make a group of each list of ranks and return this process's own.
 
-        Every process makes every group, in the same order: torch numbers them as they come.
+        Every process makes every group, in the same order, as torch requires: it numbers them.
         """
-        device = self._device if backend == "nccl" else None  # connects now, not in the midst of the first step
+        device = self._device if backend == "nccl" else None  # connects now, not during the first step
 
         def make() -> list[Any]:
             return [dist.new_group(ranks, self._timeout, backend, device_id=device) for ranks in members]
@@ -239,7 +239,7 @@ class MeshJob(Job):
             try:
                 groups = make() if device is None else _await_beside(make, device, self._watch.raise_failure)
             except RuntimeError as error:
-                # torch waited long enough, or a process went while Gloo connected; it does not say which one.
+                # torch's time-out passed, or a process was lost while Gloo connected; torch does not say which one.
                 if isinstance(error, dist.DistStoreError) or "connectFullMesh" in str(error):
                     raise self._watch.explain(LostPeer(others, str(error))) from None
                 raise
@@ -259,10 +259,10 @@ def join_job(
 ) -> Job:
     """Return the job that this process belongs to; without a mesh, a job of its own.
 
-    placement: the process of each stage, where there are several.
+    placement: the process of each stage, if there are several processes.
 
     Raises:
-        TypeError: the mesh is none.
+        TypeError: `mesh` is not a DeviceMesh.
         ValueError: the devices or the mesh do not fit the number of stages.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -276,14 +276,14 @@ def join_job(
 
 
 def _await_beside(make: Callable[[], list[Any]], device: torch.device, check: Callable[[], None]) -> list[Any]:
-    """Return what is made by a thread of its own, as nothing can end its wait; `check` ends this one's by an error."""
+    """Return what another thread makes, whose wait cannot be ended; an error from `check` ends this thread's wait."""
     made: queue.SimpleQueue[list[Any] | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         torch.cuda.set_device(device)
         try:
             made.put(make())
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             made.put(error)
 
     threading.Thread(target=run, name="gpipe-connects", daemon=True).start()

@@ -19,22 +19,22 @@ from gpipe.pipeline.job.watch import FOREVER, Watch
 FRAME_BYTES = 512  # of the first message of a text
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a mark and the text's length
-_FAILURE = b"!"  # before the cause of one; no JSON begins so
-CONTROL_TAG = 1  # of this module's messages; those of boundaries have higher ones
+_FAILURE = b"!"  # before the cause of a failure; no JSON begins like this
+CONTROL_TAG = 1  # of this module's messages; boundaries have higher tags
 
 
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    What `send` sends over Gloo is kept until it has surely arrived. Between neighbours on one host, where most is said,
-    it goes over sockets instead. All methods that send, receive or wait raise LostPeer where the connection is gone.
+    What `send` sends over Gloo is kept until it has surely arrived. Messages between neighbours on one host, which are
+    most, go over sockets instead. All methods that send, receive or wait raise LostPeer if the connection is gone.
 
-    Values are gathered along the ranks, from the last one to the first, and all go back the same way:
+    Values are gathered along the ranks, from the last one to the first, and then all go back the same way:
 
         rank 0  <- 1, 2 --  rank 1  <---- 2 --  rank 2      stages end a step from the last to the first
         rank 0  - 0, 1, 2 > rank 1  - 0, 1, 2 > rank 2      and begin the next one from the first to the last
 
-    So the first stage, for which all wait between two steps, has one message to receive and one to send.
+    So the first stage, for which all wait between two steps, receives only one message and sends only one.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
@@ -46,13 +46,13 @@ class Messenger:
         self._connections: dict[int, Connection] = {}
 
     def connect_neighbours(self) -> None:
-        """Let what neighbours on one host say go over sockets from now on; all ranks call it."""
-        for peer in self._neighbours:  # the one before first, which waits until this one has met its own
+        """Send messages between neighbours on one host over sockets from now on; all ranks call it."""
+        for peer in self._neighbours:  # the one before first: it waits until this one has connected
             if (connection := self.connect(peer, offers=peer > self.rank)) is not None:
                 self._connections[peer] = connection
 
     def connect(self, peer: int, *, offers: bool) -> Connection | None:
-        """Return a new connection with a rank of the group, as `sockets.connect`; the watch ends waits for it."""
+        """Return a new connection to a rank of the group, as `sockets.connect` does; the watch can end its waits."""
         connection = connect(self, peer, offers=offers)
         if connection is not None:
             self._watch.guard_connection(connection)
@@ -64,7 +64,7 @@ class Messenger:
             connection.close()
 
     def send(self, value: Any, peer: int) -> None:
-        """Send a value to a rank of the group, without waiting for more than room in a socket."""
+        """Send a value to a rank of the group; wait at most for room in a socket."""
         self._send_text(_to_json(value), peer)
 
     def _send_text(self, text: bytes, peer: int) -> None:
@@ -76,11 +76,11 @@ class Messenger:
             for message in frame_text(text):
                 self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
-        # with this many after it the oldest is not waited for in practice.
+        # once this many have followed, waiting for the oldest takes no time in practice.
         self._let_go(256 * self.size)
 
     def flush(self) -> None:
-        """Wait until everything that was sent has arrived: Gloo keeps it until the receiver asks for it."""
+        """Wait until everything that was sent has arrived: Gloo holds it until the receiver asks for it."""
         self._let_go(0)
 
     def _let_go(self, num_kept: int) -> None:
@@ -124,7 +124,7 @@ class Messenger:
         return message
 
     def receive_text(self, first: Tensor, peer: int, tag: int) -> bytes:
-        """Return the text whose first message is here; wait for the rest, if there is any."""
+        """Return the text whose first message has arrived; wait for the rest, if there is any."""
         data = first[:FRAME_BYTES].numpy().tobytes()
         length = int.from_bytes(data[1:_HEADER_BYTES], "little")
         text = data[_HEADER_BYTES : _HEADER_BYTES + length]
@@ -133,7 +133,7 @@ class Messenger:
         return text
 
     def waiting_for(self, peer: int) -> AbstractContextManager[None]:
-        """Let the watch know, while a body runs, for which rank of the group this process waits."""
+        """Let the watch know, while the body runs, for which rank of the group this process waits."""
         return self._watch.waiting_for([self._ranks[peer]])
 
     def rank_in_job(self, peer: int) -> int:
@@ -145,7 +145,7 @@ class Messenger:
         self._watch.report_own(what)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order, on every rank."""
+        """Return the values of all ranks, in order, on every rank."""
         before, after = self.rank - 1, self.rank + 1
         whole = _to_json(value)
         if after < self.size:
@@ -161,9 +161,9 @@ class Messenger:
         return found
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours, who alone wait for this rank's messages, why it stops."""
+        """Tell the neighbours, which alone wait for this rank's messages, why it stops."""
         for peer in self._neighbours:
-            with suppress(RuntimeError):  # a peer that is gone needs no telling
+            with suppress(RuntimeError):  # the peer may be gone
                 self._send_text(_FAILURE + _to_json(failure), peer)
 
 
@@ -172,7 +172,7 @@ def _to_json(value: Any) -> bytes:
 
 
 def frame_text(text: bytes, mark: int = 0) -> list[Tensor]:
-    """Return a text as a message of fixed size, which begins with a mark, and another with what it has no room for."""
+    """Return a text as a message of fixed size, which begins with a mark, and another with the rest, if any."""
     data = bytes([mark]) + len(text).to_bytes(_HEADER_BYTES - 1, "little") + text
     parts = [data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), data[FRAME_BYTES:]]
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

@@ -1,4 +1,4 @@
-"""Connections between two processes of one host: Unix sockets, which nobody but the kernel lies between."""
+"""Connections between two processes of one host: Unix sockets, with only the kernel in between."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gpipe.pipeline.job.errors import LostPeer
 if TYPE_CHECKING:
     from gpipe.pipeline.job.messages import Messenger
 
-_MOST_PARTS = 256  # of one call of the system, which would refuse more than 1,024
+_MOST_PARTS = 256  # per system call, which would refuse more than 1,024
 
 
 class Connection:
-    """One end of a connection. All methods that send or receive raise LostPeer where the other end is gone.
+    """One end of a connection. All methods that send or receive raise LostPeer if the other end is gone.
 
-    Buffers are of bytes, and none of them is empty.
+    Buffers hold bytes, and none is empty.
 
     Args:
         connected: a socket; this object closes it.
@@ -38,7 +38,7 @@ class Connection:
             raise self._lost(error) from None
 
     def send_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Send buffers as far as the socket has room, without waiting; return what is left of them."""
+        """Send as much of some buffers as the socket has room for, without waiting; return the rest."""
         try:
             while parts:
                 count = self._socket.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
@@ -50,11 +50,11 @@ class Connection:
         return parts
 
     def receive(self, *parts: Any) -> None:
-        """Wait for as many bytes as buffers have room for."""
+        """Wait until all buffers are full."""
         self._receive(parts, socket.MSG_WAITALL)
 
     def receive_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Receive what is there, without waiting; return what is left of the buffers."""
+        """Receive what has arrived, without waiting; return the buffers that are still to fill."""
         return self._receive(parts, socket.MSG_DONTWAIT)
 
     def _receive(self, left: Sequence[Any], flags: int) -> Sequence[Any]:
@@ -72,7 +72,7 @@ class Connection:
 
     def cut(self) -> None:
         """End all waits at both ends."""
-        with suppress(OSError):  # it is closed, or the other end is
+        with suppress(OSError):  # this end or the other is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Connection:
 
 
 def _drop(parts: Sequence[Any], num_bytes: int) -> Sequence[Any]:
-    """Return what buffers have behind their first bytes."""
+    """Return buffers without their first `num_bytes` bytes."""
     for position, part in enumerate(parts):
         if num_bytes < len(part):
             return [memoryview(part)[num_bytes:], *parts[position + 1 :]]
@@ -93,7 +93,7 @@ def _drop(parts: Sequence[Any], num_bytes: int) -> Sequence[Any]:
 
 
 def connect(messenger: Messenger, peer: int, *, offers: bool) -> Connection | None:
-    """Return this end of a new connection with a rank of a group; None where the two are on different hosts.
+    """Return this end of a new connection to a rank of a group; None if the two are on different hosts.
 
     Both ends call it.
 
@@ -106,8 +106,8 @@ def connect(messenger: Messenger, peer: int, *, offers: bool) -> Connection | No
 def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
         path = ""
-        with suppress(OSError):  # such as a path that is too long: nobody can connect then
-            # A folder that nobody else can enter, and which is gone when the two have met.
+        with suppress(OSError):  # such as a path that is too long: then there is no connection
+            # A folder that only this user can enter, and which is removed once the two are connected.
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")) + "/wire"
             listener.bind(path)
             listener.listen(1)
@@ -128,6 +128,6 @@ def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
 
 
 def _find_network() -> str | None:
-    """Return what tells apart containers that share folders, but each have an address; None where that is unknown."""
+    """Return what distinguishes containers that share folders but not a network; None if that is unknown."""
     link = Path("/proc/self/ns/net")
     return str(link.readlink()) if link.is_symlink() else None

@@ -1,7 +1,8 @@
-"""Watch the other processes while this one computes or waits: name who failed, hangs or is gone.
+"""Watch the other processes while this one computes or waits: name those that failed, hang or are gone.
 
-All processes have a notice board (`Board`) in the key-value store that torch.distributed started with. Each notes there
-where it runs, for whom it waits, how far it came, and what it is doing (`Activity`); the first that fails notes why.
+All processes have a notice board (`Board`) in the key-value store that torch.distributed started with. There each notes
+where it runs, which processes it waits for, how far it is, and what it is doing (`Activity`); the first to fail notes
+why.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from gpipe.pipeline.schedule import name_stages
 
 _LOOK_SECONDS = 0.5
 _URGENT_LOOK_SECONDS = 0.1  # once something has failed
-_GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
-_EXPLANATION_SECONDS = 2.0  # for the cause to be found where a process lost its connections, but may not have ended
+_GRACE_SECONDS = 0.4  # for a process to learn of a failure by itself before its connections are cut
+_EXPLANATION_SECONDS = 2.0  # to find the cause when a process has lost its connections but may not have ended
 _JOIN_SECONDS = 5.0  # for threads whose waits have been cut
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
-_SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
-_LEAST_SECONDS = 3600.0  # of that net where a whole step of another process may pass before its part comes
-_LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
+_SECOND_NET = 10  # times the time-out: then NCCL itself ends a process, if the watch has not
+_LEAST_SECONDS = 3600.0  # of that second net, where another process may take a whole step before its part comes
+_LOOKS_PER_TIMEOUT = 8  # a chain of many stages takes long to follow, and need not be followed often
 _FAILURE = "failure"
-PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
-FOREVER = timedelta(days=365)  # a wait that the watch alone ends
+PROBE_TAG = 1 << 16  # of messages that are never sent or received
+FOREVER = timedelta(days=365)  # a wait that only the watch ends
 
 
 class _Wait(NamedTuple):
     ranks: tuple[int, ...]
     since: float
-    data_from: tuple[int, ...] = ()  # those whose data the GPU waits for, among them
+    data_from: tuple[int, ...] = ()  # those among them whose data the GPU waits for
 
 
 class _Waiting:
-    """Lets a watch know, for the time of a body, for whom its process waits; a class, as it surrounds each receive."""
+    """Lets a watch know which processes this one waits for in a body; a class, for speed: it is around each receive."""
 
     __slots__ = ("_before", "_ranks", "_watch")
 
@@ -70,26 +71,27 @@ class _Waiting:
 class Watch:
     """Keeps this process's notes up to date, reads those of the others, and ends waits that are in vain.
 
-    A thread looks for the first cause of failure. So the cause reaches a process that computes for long, one whose
-    neighbours are busy, and the other replicas. A process that goes on waiting then has its connections cut.
+    A thread looks for the first cause of failure. So the cause reaches a process that computes for a long time, one
+    whose neighbours are busy, and the other replicas. If a process then still waits, its connections are cut.
 
-    The thread also decides that a process hangs: it waits for nobody, and has made no progress for longer than allowed
-    while this process waited for it. A stage that is only slow makes progress, task by task.
+    The thread also decides that a process hangs: it waits for no other, and has made no progress for longer than
+    allowed while this process waited for it. A stage that is only slow makes progress, task by task.
 
-    A process waits for whom its host waits for; or for those whose data its GPU lacks, as the first step of
-    `device_work` that is not done says. While its own GPU works, it waits for nobody.
+    A process waits for those that its host waits for, and for those whose data its GPU lacks according to the first
+    unfinished step of `device_work`. While its own GPU works, it waits for no process.
 
     Args:
         store: reachable by all processes.
-        rank: this process's rank in the job; all ranks here are such.
+        rank: this process's rank in the job; all ranks here are ranks in the job.
         stages: this process's.
         name: what messages call this process.
-        timeout_seconds: for how long a process may make no progress while this one waits for it.
+        timeout_seconds: how long a process may make no progress while this one waits for it.
         device_work: what this process's GPUs have not done yet.
 
     Attributes:
-        wait: for whom the host waits.
-        activity: what this process is doing; others read it here after this one is gone, up to half a second old.
+        wait: which processes the host waits for.
+        activity: what this process is doing; once it is gone, the others can read what it last did, up to half a second
+            old.
     """
 
     def __init__(
@@ -108,14 +110,14 @@ class Watch:
         self._progress = 0
         self.wait: _Wait | None = None
         self._looks, self._looked = 0, time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
-        self._alive: dict[int, tuple[int, float]] = {}  # how often they had looked, and since when
+        self._seen: dict[int, tuple[int, float]] = {}  # the progress of others, and since when it is unchanged
+        self._alive: dict[int, tuple[int, float]] = {}  # how often they have looked, and since when it is unchanged
         self._next_search = 0.0
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self._connections: list[Connection] = []
-        self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, that wait for another process's whole step
+        self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, which may wait for another process's whole step
         self._retired: float | None = None
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
@@ -127,12 +129,12 @@ class Watch:
             self._threads[-1].start()
 
     def guard(self, group: dist.ProcessGroup, *, is_link: bool = False) -> None:
-        """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain.
+        """Let this process wait in a group as long as it takes: this object ends a wait that is in vain.
 
-        NCCL itself ends a wait after many times the time-out, and the process with it, should this object not do it.
+        If it does not, NCCL itself ends the wait, and the process with it, after many times the time-out.
 
-        is_link: whether it is NCCL's for one boundary, whose transfers are posted when the data have been computed or
-            are about to be. In another group NCCL's clock may run for a whole step: it starts when the host asks.
+        is_link: whether the group is NCCL's for one boundary: its transfers are posted when the data have been computed
+            or soon will be. In other groups NCCL's clock, which starts when the host asks, may run for a whole step.
         """
         backend = dist.get_backend(group)
         self._groups.append((group, backend))
@@ -146,20 +148,20 @@ class Watch:
             self._whole_steps.append(group)
 
     def guard_connection(self, connection: Connection) -> None:
-        """Likewise for a connection of this host."""
+        """Let this process wait on a connection of this host as long as it takes, likewise."""
         self._connections.append(connection)
 
     def expect_compiling(self) -> None:
-        """Let a process wait for another one that compiles, however long that takes."""
+        """Let a process wait for another that compiles, however long that takes."""
         for group in self._whole_steps:
             set_timeout(group, FOREVER)
 
     def waiting_for(self, ranks: Sequence[int]) -> _Waiting:
-        """Note that this process waits for others, if there are any, while the body runs."""
+        """Note that this process waits for others, if any, while the body runs."""
         return _Waiting(self, ranks)
 
     def note_progress(self) -> None:
-        """Note that this process came further."""
+        """Note that this process has made progress."""
         self._progress += 1
 
     def check(self) -> None:
@@ -172,21 +174,21 @@ class Watch:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the cause of failure of another process, if there is one; a process that only waits calls this."""
+        """Raise the cause of failure of another process, if there is one; for a process that only waits."""
         if self._failure is not None:
             raise self._failure
 
     def report(self, error: PipelineError) -> dict[str, Any]:
-        """Note why this process stops, unless another cause is noted; return what to send to the others."""
+        """Note why this process stops, unless a cause is already noted; return what to send to the others."""
         place = {"stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
         failure = {"message": str(error), "told": True, **place}
         self._board.write_first(_FAILURE, failure)
         return failure
 
     def report_own(self, what: str) -> None:
-        """Note what went wrong in a thread beside the one that plays the tasks, with what this process does."""
+        """Note what went wrong in a thread other than the one that plays the tasks, and what this process is doing."""
         error = PeerFailure(f"{self.place}: {what}", stage=self._stage)
-        if self._failure is None:  # it is this process that reports it: nobody has told it
+        if self._failure is None:  # this process itself reports it
             self._failure, self._failure_seen = error, time.monotonic()
         self.report(error)
 
@@ -194,7 +196,7 @@ class Watch:
         """Return the error to raise for a connection that is gone."""
         deadline = time.monotonic() + _EXPLANATION_SECONDS
         while True:
-            # In this order: a process that has ended wrote whatever it had to say before.
+            # In this order: a process that has ended noted its cause before.
             ended = [rank for rank in lost.ranks if self._has_ended(rank)]
             if self._failure is not None:
                 return self._failure
@@ -206,7 +208,7 @@ class Watch:
         rank = (*ended, *lost.ranks)[0]
         stage, name = self._describe(rank)
         if self._board.read(f"closing/{rank}") is not None:
-            text = f"{name} has closed its pipeline; every process must make the same calls of it, and then close it"
+            text = f"{name} has closed its pipeline; every process must make the same calls to it, and then close it"
             return PeerFailure(text, stage=stage)
         seen = self._last_seen(rank)
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
@@ -214,20 +216,20 @@ class Watch:
 
     @property
     def place(self) -> str:
-        """What of the job this process is, and what it does: "rank 1, stage 1, between two steps"."""
+        """Which process this is and what it is doing: "rank 1, stage 1, between two steps"."""
         return f"rank {self._rank}, {name_stages(self._stages)}, {self.activity}"
 
     @property
     def _stage(self) -> int | None:
-        """This process's stage; None where it has several."""
+        """This process's stage; None if it has several."""
         return self._stages[0] if len(self._stages) == 1 else None
 
     def retire(self) -> None:
-        """Cut this process's connections soon, after the others have heard why it stops, and end the threads."""
+        """Cut this process's connections soon, once the others have learnt why it stops, and end the threads."""
         self._retired = time.monotonic()
 
     def note_closing(self) -> None:
-        """Note that this process will make no further call of its pipeline."""
+        """Note that this process will make no further calls to its pipeline."""
         self._board.write(f"closing/{self._rank}", True)
 
     def close(self) -> None:
@@ -237,7 +239,7 @@ class Watch:
         self._connections.clear()
 
     def give_up(self) -> None:
-        """Cut this process's connections once the others have heard why it stops, and end the threads."""
+        """Wait until the others have learnt why this process stops, cut its connections, and end the threads."""
         if self._retired is not None:
             time.sleep(max(0.0, self._retired + _GRACE_SECONDS - time.monotonic()))
         self._cut()
@@ -249,7 +251,7 @@ class Watch:
             join_threads(self._threads)
 
     def look(self) -> bool:
-        """Bring the notes up to date and look at those of the others; return whether to look again."""
+        """Update this process's notes and read those of the others; return whether to look again."""
         now = time.monotonic()
         if self._retired is not None:
             if now - self._retired < _EXPLANATION_SECONDS:
@@ -259,11 +261,11 @@ class Watch:
             return False
         self._looks += 1
         if now - self._looked > self._stopped_seconds:
-            # This process was paused, and perhaps all were: what it saw before says nothing about the others.
+            # This process was paused, and perhaps all were: what it saw before tells nothing about the others.
             self._seen.clear()
             self._alive.clear()
         self._looked = now
-        if self._num_known < self._num_processes:  # one name per look, for the day when the board is gone
+        if self._num_known < self._num_processes:  # one name per look, in case the board is lost later
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
         wait = self._find_wait()
         others = list(wait.ranks) if wait is not None else []
@@ -284,15 +286,15 @@ class Watch:
         return self._end_wait(wait or self.wait, now)
 
     def _find_wait(self) -> _Wait | None:
-        """Return for whom this process waits: its host, or its GPU for their data."""
+        """Return which processes this one waits for: its host, or its GPU for their data."""
         wait = self.wait
         try:
             first = self._device_work.find_first()
-        except RuntimeError:  # the GPU failed, as whoever waits for it will say
+        except RuntimeError:  # the GPU failed: the thread that waits for it reports that
             return wait
         if first is None:
             return wait
-        if not first.ranks:  # the GPU works, which is progress, or it hangs, whatever the host waits for
+        if not first.ranks:  # the GPU works or hangs, whatever the host waits for
             return None
         ranks, since = (wait.ranks, wait.since) if wait is not None else ((), self._device_work.since)
         return _Wait((*ranks, *first.ranks), since, first.ranks)
@@ -305,7 +307,7 @@ class Watch:
 
     @property
     def pause_seconds(self) -> float:
-        """Until the next look."""
+        """The time until the next look."""
         if self._failure is not None:
             return _URGENT_LOOK_SECONDS
         until_search = self._next_search - time.monotonic()
@@ -313,24 +315,24 @@ class Watch:
 
     @property
     def _stopped_seconds(self) -> float:
-        """After which a process that does not look counts as stopped."""
+        """The time without a look after which a process counts as stopped."""
         return max(self._timeout_seconds / 2, _STOPPED_SECONDS)
 
     def look_after_board(self) -> bool:
         """See whether the board, in a process of one host, still answers; return whether to look again.
 
-        It has a thread of its own: the other one may be waiting for the board.
+        It has its own thread: the other one may be waiting for the board.
         """
         if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
             self._board.give_up()
             waited = f"for {self._timeout_seconds:g} s"
-            text = f"the first host, where the processes leave word for each other, has not answered {waited}: "
+            text = f"the first host, where the processes leave notes for each other, has not answered {waited}: "
             self._failure = PeerFailure(text + "it is down, or the network to it is")
             self._failure_seen = time.monotonic()
         return self._end_wait(self.wait, time.monotonic()) if self._failure is not None else True
 
     def _end_wait(self, wait: _Wait | None, now: float) -> bool:
-        """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
+        """Cut off a wait that is in vain, after a grace period; return whether to look again."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
         if wait is self.wait or wait.data_from:
@@ -339,7 +341,7 @@ class Watch:
         return True
 
     def _find_hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
-        """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
+        """Follow the notes of who waits for whom to the processes that wait for none, and name them if they hang."""
         reached: dict[int, list[int]] = {self._rank: []}
         data_from: dict[int, Sequence[int]] = {self._rank: wait.data_from}
         undelivered = {self._rank: self._find_undelivered()}
@@ -350,7 +352,7 @@ class Watch:
                 looks, progress, others, *_, data_from[rank], undelivered[rank] = state
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
-                # Whom a stopped process waited for says nothing.
+                # What a stopped process waited for tells nothing.
                 is_stopped = now - self._alive[rank][1] > self._stopped_seconds
                 reached[rank] = [] if is_stopped else others
                 pending += reached[rank]
@@ -363,12 +365,12 @@ class Watch:
         if now - since < self._timeout_seconds:
             self._next_search = since + self._timeout_seconds
             return None
-        # Where a link hangs, many wait for data; but only what it should carry is there and was not sent.
+        # If a link hangs, many wait for data; but only the data that it should carry are ready and not sent.
         links = [(s, rank) for rank, part in data_from.items() for s in part if rank in undelivered.get(s, [])]
         return self._blame(suspects, deadlock=not culprits, links=links)
 
     def find_compiling(self) -> str | None:
-        """Return what one of those compiles that this process waits for, or that they wait for; None for nothing."""
+        """Return what is being compiled in a process that this one waits for, directly or indirectly; or None."""
         wait, seen = self.wait, {self._rank}
         pending = list(wait.ranks) if wait is not None else []
         while pending:
@@ -388,7 +390,7 @@ class Watch:
             return self._blame_links(links)
         if deadlock:
             names = " and ".join(name for _, name in described if name != own_name)
-            text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
+            text = f"{own_name} and {names} wait for each other; every process must make the same calls to the pipeline"
             return PeerFailure(text, stage=stage)
         names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
         verb = "does" if len(ranks) == 1 else "do"
@@ -398,7 +400,7 @@ class Watch:
 
     def _blame_links(self, links: Sequence[tuple[int, int]]) -> PeerFailure:
         waited = f"have not arrived for {self._timeout_seconds:g} s"
-        # In an exchange each lacks the data of the others, and which of them did not come is not known.
+        # In an exchange each lacks the data of the others, and it is not known whose did not come.
         if exchanging := sorted({rank for source, rank in links if (rank, source) in links}):
             described = [self._describe(rank) for rank in exchanging]
             text = f"data that {' and '.join(name for _, name in described)} exchange {waited}; see the links between"
@@ -421,19 +423,19 @@ class Watch:
                 continue
             for peer in range(group.size()):
                 if peer != group.rank():
-                    # A wait that is given up makes Gloo close the connections of its group; but a wait for a peer that
-                    # is gone already fails before it begins.
+                    # When a wait times out, Gloo closes the connections of its group; a wait for a peer that is already
+                    # gone fails before it begins.
                     with suppress(RuntimeError):
                         part = allocate_on_host(1, dtype=torch.uint8)
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _describe(self, rank: int) -> tuple[int | None, str]:
-        unknown = None, f"rank {rank}, which never said where it runs,"
+        unknown = None, f"rank {rank}, which never reported where it runs,"
         stage, name, *_ = self._board.read(f"process/{rank}") or unknown
         return stage, name
 
     def _has_ended(self, rank: int) -> bool:
-        """Return whether a process is known to have ended; of one on another host nothing is known."""
+        """Return whether a process is known to have ended; for one on another host, this is never known."""
         *_, namespace, pid = self._board.read(f"process/{rank}") or (None, None)
         if namespace is None or namespace != _find_namespace():
             return False
@@ -441,22 +443,22 @@ class Watch:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return state in "XZ"  # dead, but its parent has not looked yet
+        return state in "XZ"  # dead, but its parent has not collected it yet
 
     def _last_seen(self, rank: int) -> str:
-        """Return what a process was doing when it wrote its notes, as a part of a sentence."""
+        """Return what a process was doing when it last wrote its notes, as part of a sentence."""
         state = self._board.read(f"state/{rank}")
         return f" (last seen in {state[3]})" if state else ""
 
 
 def _find_namespace() -> str | None:
-    """Return where a process id names one process: on a host, or in a container of it; None where that is unknown."""
+    """Return where a process id is unique: a host, or a container on it; None if that is unknown."""
     link, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")  # two hosts may have one name
     return f"{boot.read_text().strip()} {link.readlink()}" if link.is_symlink() and boot.is_file() else None
 
 
 def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
-    """Remember a value of another process, and since when it has been that."""
+    """Remember a value of another process, and since when it has been unchanged."""
     if seen.get(rank, (None, 0.0))[0] != value:
         seen[rank] = value, now
 
@@ -464,17 +466,17 @@ def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float)
 def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
     while (watch := reference()) is not None and look(watch):
         pause_seconds = watch.pause_seconds
-        del watch  # a pipeline that nobody uses any more must not be kept alive
+        del watch  # do not keep an unused pipeline alive
         if closed.wait(pause_seconds):
             return
 
 
 def join_threads(threads: Iterable[threading.Thread]) -> None:
-    """Wait until threads have ended, for a while.
+    """Wait until threads have ended, for a limited time.
 
-    One that waited inside of torch while the interpreter ends would abort the process.
+    A thread that still waits inside torch when the interpreter exits would abort the process.
     """
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in threads:
-        if thread is not threading.current_thread():  # which may be the one that lets go of the pipeline
+        if thread is not threading.current_thread():  # the current one may be releasing the pipeline
             thread.join(max(0.0, deadline - time.monotonic()))

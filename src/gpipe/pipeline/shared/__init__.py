@@ -1,1 +1,1 @@
-"""One parameter in several places: tied parameters, and replicas that have all weights or share them out."""
+"""One parameter in several places: tied parameters, and replicas that copy or shard the weights."""

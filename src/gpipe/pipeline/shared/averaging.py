@@ -1,4 +1,4 @@
-"""The averaging of gradients over the replicas: started at the end of a stage's last backward, awaited at the step's.
+"""The averaging of gradients over the replicas: started after a stage's last backward, awaited at the step's end.
 
     last backward of stage 1      layer 5   layer 4   layer 3   gradient to stage 0
     its buckets of gradients                                                       [5, 4, 3 -- reduced ---]
@@ -6,8 +6,8 @@
     its buckets of gradients                                                            [2, 1 -- reduced ---] [0 -- ...]
     end of the step                                                                               wait        next work
 
-The gradient of the boundary waits neither for the averages nor for the copies that buckets are: the stage before has
-nothing else to do. Torch's DistributedDataParallel waits for the averages within the backward: every stage before would
+The gradient of the boundary waits neither for the averages nor for the copies into buckets: the stage before is idle
+until it arrives. Torch's DistributedDataParallel waits for the averages within the backward: every earlier stage would
 wait too, once per stage. Where no stage waits, buckets are reduced as soon as their gradients are made.
 """
 
@@ -26,17 +26,17 @@ from gpipe.pipeline.refusals import refuse_gradient_types
 from gpipe.pipeline.shared.replicas import Replicas
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients travel together up to about this size, as in torch's DDP; larger ones alone."""
+"""Gradients travel together up to about this size, as in torch's DDP; larger ones travel alone."""
 
 _ALIGNMENT = 512
-"""The bytes to whose multiples the allocators align tensors. How a kernel adds up may depend on where a tensor begins,
-and where one begins in its bucket depends on the stage."""
+"""In bytes: allocators align tensors to multiples of it. How a kernel adds up may depend on where a tensor begins, and
+in a bucket that depends on the stage."""
 
 
 class _Bucket:
-    """Some gradients, one after the other in one tensor, and for each of them whether this replica has it.
+    """Some gradients, one after another in one tensor, and for each whether this replica has it.
 
-    When all are made they are copied there, and become views of it.
+    Once all are made they are copied there, and become views of it.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -45,7 +45,7 @@ class _Bucket:
         self._places: list[tuple[int, Sequence[int]]] = []
         size = 0
         for parameter in parameters:
-            # A gradient has its parameter's strides, where these leave no gaps.
+            # A gradient has its parameter's strides if these leave no gaps.
             self._places.append((size, torch.empty_like(parameter, device="meta").stride()))
             size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT // parameter.itemsize
         self._begin_of_flags, self._size = size, size + len(parameters)
@@ -72,13 +72,13 @@ class _Bucket:
         self._work = dist.all_reduce(flat, group=replicas.group, async_op=True)
 
     def wait(self) -> None:
-        """Let what comes next wait for the averages: on a CPU the host, on a GPU its current stream."""
+        """Make what comes next wait for the averages: on a CPU the host, on a GPU its current stream."""
         if (work := self._work) is not None:
             work.wait()
             self._work = None
 
     def take_unused(self) -> list[tuple[Parameter, Tensor]]:
-        """Return the parameters for which this replica had no gradient, with what is zero where no replica had one."""
+        """Return the parameters for which this replica had no gradient, each with a flag: 0 if no replica had one."""
         unused, self._unused = self._unused, []
         return unused
 
@@ -92,13 +92,13 @@ class _Bucket:
 class Averaging:
     """Averages the gradients of one stage over its replicas, which freeze the same parameters.
 
-    Every replica averages its stages in the same order, for their last backwards follow each other down the stages, and
-    the buckets of each in theirs. The layers' weights and buffers become those of replica 0.
+    Every replica averages its stages in the same order, as their last backwards follow each other down the stages; and
+    within a stage its buckets in order. The layers' weights and buffers become those of replica 0.
 
     Args:
         layers: of the stage, by index.
         replicas: at least two.
-        is_awaited: whether a stage before waits for what the last backward makes beside gradients of weights.
+        is_awaited: whether the stage before waits for the last backward's boundary gradient.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas, *, is_awaited: bool = False) -> None:
@@ -108,12 +108,12 @@ class Averaging:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Parameter, _Bucket] = {}
         self._num_reduced = 0
-        self._parameters: list[Parameter] = []  # which are held, so that no other one gets their ids
+        self._parameters: list[Parameter] = []  # held, so that their ids are not reused
         self._bound: list[tuple[int, bool]] | None = None
-        self._copy_from_first_replica()  # for what comes before the first step: evaluations, and copies for averages
+        self._copy_from_first_replica()  # for uses before the first step: evaluations, and copies for averages
 
     def start_step(self) -> None:
-        """Bind the averaging to the parameters that the layers have, and that are trainable, now."""
+        """Bind the averaging to the trainable parameters that the layers have now."""
         parameters = [parameter for layer in self._layers.values() for parameter in layer.parameters()]
         bound = [(id(parameter), parameter.requires_grad) for parameter in parameters]
         self._num_reduced = 0
@@ -154,7 +154,7 @@ class Averaging:
                         f"a buffer of shape {tuple(state.shape)} has the layout {state.layout}, and replicas exchange "
                         "only dense ones; register it as a dense tensor, and make it sparse in the forward"
                     )
-                own = _distinct(state.detach())
+                own = _drop_expansion(state.detach())
                 part = own.contiguous().view(-1).view(torch.uint8)  # as bytes: no backend knows all types of torch
                 if part.numel():
                     dist.broadcast(part, dist.get_global_rank(group, 0), group)
@@ -163,9 +163,9 @@ class Averaging:
 
     @contextmanager
     def reducing(self, awaited: Iterable[Parameter] | None = None) -> Iterator[None]:
-        """Begin in a stage's last task that makes gradients of weights: each bucket as soon as they are there.
+        """Reduce buckets as they become complete in the body, a stage's last task that makes gradients of weights.
 
-        Where a stage before waits for the body, `reduce_all` begins.
+        If the stage before waits for the body, leave all to `reduce_all`.
 
         awaited: the parameters whose gradients the body makes, and nothing else; None: any, and the boundary's.
         """
@@ -182,9 +182,9 @@ class Averaging:
             yield
 
     def reduce_all(self) -> None:
-        """Begin with all other buckets, once the last task has been done.
+        """Reduce the remaining buckets, after the last task.
 
-        No gradient is missing: what has none in this replica has it from others, or nowhere.
+        A gradient that this replica still lacks comes from other replicas, or does not exist.
         """
         for bucket in self._buckets:
             bucket.missing.clear()
@@ -195,8 +195,8 @@ class Averaging:
         bucket = self._bucket_of[parameter]  # type: ignore[index]
         if parameter not in bucket.missing:
             raise RuntimeError(
-                "the gradient of a parameter was made in two parts within one backward, and replicas average the first "
-                "one already; give torch.utils.checkpoint use_reentrant=False"
+                "the gradient of a parameter was made in two parts within one backward, and replicas already average "
+                "the first; give torch.utils.checkpoint use_reentrant=False"
             )
         bucket.missing.remove(parameter)  # type: ignore[arg-type]
         self._reduce_complete()
@@ -208,13 +208,13 @@ class Averaging:
             self._num_reduced += 1
 
     def wait(self) -> None:
-        """Let what comes next wait for the averages, on the CPU at once and on a GPU in its current stream."""
+        """Make what comes next wait for the averages: on a CPU the host, on a GPU its current stream."""
         with self.replicas.exchange():
             for bucket in self._buckets:
                 bucket.wait()
 
     def finish_step(self) -> None:
-        """Drop what no replica has a gradient for; where this one lacked some, wait for the averages."""
+        """Drop gradients that no replica has; if this one lacked some, wait for the averages to tell."""
         unused = [pair for bucket in self._buckets for pair in bucket.take_unused()]
         if not unused:
             return
@@ -230,8 +230,8 @@ class Averaging:
             bucket.reset()
 
 
-def _distinct(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory whose expanded dimensions have one element."""
+def _drop_expansion(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor whose expanded dimensions have one element."""
     if 0 not in tensor.stride():
         return tensor
     sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -239,7 +239,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 def group_alike(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield the parameters of each bucket, in order; all of one have the same type and device."""
+    """Yield the parameters of each bucket, in order; those in a bucket have the same type and device."""
     group: list[Parameter] = []
     size = 0
     for parameter in parameters:

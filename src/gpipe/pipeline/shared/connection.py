@@ -15,13 +15,13 @@ from gpipe.pipeline.stage import Stage
 def connect_stages(
     stages: Mapping[int, Stage], layers: nn.ModuleDict, job: Job, *, shards: bool, synchronizes: bool
 ) -> None:
-    """Let stages average gradients and, where that is wanted, exchange statistics over the replicas.
+    """Let stages average gradients and, if requested, exchange statistics over the replicas.
 
     Args:
         stages: of this process, by index.
         layers: of this process, by their index in the model.
         job: the processes that train together.
-        shards: whether the replicas share out their weights.
+        shards: whether the replicas shard their weights.
         synchronizes: whether batch norms exchange statistics.
     """
     if job.num_replicas == 1:
@@ -41,7 +41,7 @@ def connect_stages(
 
 
 def await_averages(stages: Iterable[Stage], job: Job) -> None:
-    """Let what comes next wait for the averages of gradients over the replicas."""
+    """Make what comes next wait for the averages of gradients over the replicas."""
     averagings = [stage.averaging for stage in stages if stage.averaging is not None]
     with job.activity.doing("averaging gradients over the replicas") if averagings else NOTHING:
         for averaging in averagings:

@@ -22,19 +22,19 @@ class Replicas:
     Attributes:
         index: of this replica.
         count: R.
-        group: connects the replicas, on the backend that carries tensors; None where there is one replica.
+        group: connects the replicas, on the backend that carries tensors; None with one replica.
     """
 
     index, count = 0, 1
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the replicas' values, in their order, on each; values are of JSON's types."""
+        """Return the replicas' values, in order, on each; values are of JSON's types."""
         return [value]
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the other replicas be waited for by the host while the body runs.
+        """Note that the host waits for the other replicas while the body runs.
 
         Raises:
             LostPeer: in place of an error of the connections; any other error is left as it is.
@@ -43,9 +43,9 @@ class Replicas:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Let the other replicas be waited for while the body runs, and by the GPU in what the body asks of it.
+        """Note that the host waits for the other replicas in the body, and the GPU in work that the body gives it.
 
-        Keep the body short: all that it asks of the GPU counts as waiting for the others.
+        Keep the body short: all work that it gives the GPU counts as waiting for the others.
 
         Raises:
             LostPeer: in place of an error of the connections; any other error is left as it is.
@@ -53,7 +53,7 @@ class Replicas:
         yield
 
     def wait_for_devices(self) -> None:
-        """Wait until the GPU has what was exchanged, before the host asks it for a number.
+        """Wait until the GPU has received what was exchanged, before the host reads a number from it.
 
         Raises:
             PipelineError: as `Job.wait_for_devices`.
@@ -61,7 +61,7 @@ class Replicas:
 
 
 class ReplicaGroup(Replicas):
-    """This process and those that hold the same stages in the other pipelines; `messenger` connects the same ones."""
+    """This process and those that hold the same stages in the other pipelines; `messenger` connects them too."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class ReplicaGroup(Replicas):
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the replicas' values, in their order, on each; values are of JSON's types."""
+        """Return the replicas' values, in order, on each; values are of JSON's types."""
         return self._messenger.gather(value)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the other replicas be waited for by the host while the body runs."""
+        """Note that the host waits for the other replicas while the body runs."""
         try:
             with self._watch.waiting_for(self._others):
                 yield
@@ -94,16 +94,16 @@ class ReplicaGroup(Replicas):
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Let the other replicas be waited for while the body runs, and by the GPU in what the body asks of it."""
+        """Note that the host waits for the other replicas in the body, and the GPU in work that the body gives it."""
         with self.waiting(), self._device_work.exchanging(self._device, self._others):
             yield
 
     def wait_for_devices(self) -> None:
-        """Wait until the GPU has what was exchanged, before the host asks it for a number."""
+        """Wait until the GPU has received what was exchanged, before the host reads a number from it."""
         self._device_work.wait_for_devices([self._device], self._watch.raise_failure)
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Return whether a connection to another replica is gone; torch has no class for such an error of Gloo's."""
+        """Return whether a connection to another replica is gone; torch has no error class for that with Gloo."""
         if isinstance(error, dist.DistBackendError):
             return True
         try:

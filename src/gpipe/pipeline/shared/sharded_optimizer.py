@@ -1,11 +1,11 @@
-"""The optimizer's state, shared out over the replicas: each updates some parameters for all (ZeRO, stage 1).
+"""The optimizer's state, sharded over the replicas: each updates some parameters for all (ZeRO, stage 1).
 
     gradients (averages, on every replica)     a b c d        a b c d
     each updates its own                       a . c .        . b . d
     and sends them to the others               a b c d        a b c d
 
 Torch's ZeroRedundancyOptimizer does the same, but its module compiles functional optimizers with TorchScript, which
-torch deprecates; it refuses parameters with names, and sends every parameter by itself.
+torch deprecates; it refuses named parameters, and sends every parameter separately.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gpipe.pipeline.shared.averaging import group_alike
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer that keeps the state of this replica's parameters alone; each is updated as without replicas.
+    """An optimizer that keeps only the state of this replica's parameters; each is updated as without replicas.
 
     Every replica makes one and calls the same methods.
 
     Args:
-        whole: the optimizer, new, with the parameters of a process's stages; it skips those without a gradient.
+        whole: a new optimizer of the parameters of a process's stages; it must skip those without a gradient.
         job: the pipeline's, with several replicas.
 
     Attributes:
@@ -54,7 +54,7 @@ class ShardedOptimizer(Optimizer):
         return self._owners[parameter] == self._job.replica_index
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update this replica's parameters, and get the others from the replicas that update them.
+        """Update this replica's parameters, and receive the others from the replicas that update them.
 
         Raises:
             PipelineError: another replica is gone or hangs.
@@ -77,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         for replica, bucket in self._buckets:
             flat = torch.cat([parameter.flatten() for parameter in bucket])
             under_way.append((replica, bucket, flat, self._broadcast(flat, replica)))
-            if len(under_way) > 1:  # no more copies at once
+            if len(under_way) > 1:  # at most two copies at once
                 self._take(*under_way.popleft())
         while under_way:
             self._take(*under_way.popleft())
@@ -98,16 +98,16 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of all parameters; of the others', on the first replica, copies in the host's memory.
+        """Return the state of all parameters; on the first replica, that of other replicas is in the host's memory.
 
-        Tensors follow one after the other, so that a device never holds more than one that is not its own.
+        Tensors are sent one after another, so that a device never holds more than one that is not its own.
 
         Args:
             own: what this replica keeps, by name; tensors without dimensions are numbers in the host's memory.
         """
         found: dict[str, Tensor] = {}
         with self._job.guard(), self._job.replicas.waiting():
-            specs = [(name, str(one.dtype), list(one.shape), _number(one)) for name, one in own.items()]
+            specs = [(name, str(one.dtype), list(one.shape), _read_number(one)) for name, one in own.items()]
             for replica, part in enumerate(self._job.replicas.gather(specs)):
                 for name, dtype, shape, number in part:
                     found[name] = self._receive(own.get(name), replica, getattr(torch, dtype[6:]), shape, number)
@@ -128,7 +128,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def share_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
-    """Return the replica of each parameter: the largest first, each to the one that has least so far."""
+    """Return the replica of each parameter: the largest first, each to the replica that has least so far."""
     shares, owners = [0] * num_replicas, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         owners[place] = shares.index(min(shares))
@@ -136,6 +136,6 @@ def share_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
     return owners
 
 
-def _number(tensor: Tensor) -> Any:
+def _read_number(tensor: Tensor) -> Any:
     """Return the value of a tensor without dimensions; None for any other."""
     return tensor.item() if tensor.ndim == 0 else None

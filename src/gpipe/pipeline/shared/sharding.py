@@ -1,12 +1,12 @@
-"""Weights that replicas share out: each keeps a part of every parameter of its stage, of its gradient and its state.
+"""Weights sharded over replicas: each keeps a shard of every parameter of its stage, of its gradient and its state.
 
-Torch's fully_shard does the work, with each layer by itself. A layer's parameters are put together for its forward, its
-recomputation and its backward, and let go of afterwards. Gradients add up in full until the last backward of a step,
-which averages them over the replicas and leaves each replica its part:
+Torch's fully_shard does the work, layer by layer. A layer's parameters are gathered for its forward, its recomputation
+and its backward, and freed afterwards. Gradients add up in full until the last backward of a step, which averages them
+over the replicas and leaves each replica its shard:
 
-    F0 F1 F2 . R2 B2 R1 B1 R0 B0      each F, R and B puts the weights together (a collective of the replicas)
+    F0 F1 F2 . R2 B2 R1 B1 R0 B0      each F, R and B gathers the weights (a collective of the replicas)
                               ^
-                              averages the gradients and shares them out
+                              averages the gradients and shards them
 
 So all replicas must do the same tasks in the same order, and each needs the same number of micro-batches.
 """
@@ -29,10 +29,10 @@ from gpipe.pipeline.shared.replicas import Replicas
 
 
 class _Use(torch.autograd.Function):
-    """The identity on a layer's outputs, whose last backward of a step gives each of its parameters a gradient.
+    """The identity on a layer's outputs. In a step's last backward it gives each of the layer's parameters a gradient.
 
-    A parameter that the layer did not use gets zeros. Torch averages the parameters with a gradient, in their order:
-    replicas that used others would average those with each other.
+    A parameter that the layer did not use gets zeros. Torch averages the parameters that have a gradient, in order:
+    replicas that used different ones would average these with each other.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Use(torch.autograd.Function):
 
 
 class Sharding:
-    """Shares out the weights of one stage over its replicas; takes the place of their averaging.
+    """Shards the weights of one stage over its replicas; replaces their averaging.
 
     The layers' weights and buffers become those of replica 0.
 
@@ -78,7 +78,7 @@ class Sharding:
             mesh = DeviceMesh.from_group(replicas.group, first.device.type)
             self._layers.append(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
             surround_collectives(self._layers[-1], replicas.exchange)
-            layer.register_forward_hook(self._use, prepend=True)  # while its parameters are together
+            layer.register_forward_hook(self._use, prepend=True)  # while its parameters are gathered
 
     def start_step(self) -> None:
         """Let gradients add up in full."""
@@ -88,7 +88,7 @@ class Sharding:
     def reducing(self, awaited: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
         """Average in the body, the last backward of the step.
 
-        awaited: None, as no schedule that splits backwards gets here.
+        awaited: None: schedules that split backwards are refused.
         """
         assert awaited is None
         self._set(is_last_backward=True)
@@ -98,13 +98,13 @@ class Sharding:
         """Do nothing: the last backward averages."""
 
     def wait(self) -> None:
-        """Do nothing: a backward returns when its averages are there."""
+        """Do nothing: a backward returns once its averages are there."""
 
     def finish_step(self) -> None:
         """Do nothing: no gradient is missing."""
 
     def reset(self) -> None:
-        """Do nothing: the next step begins anew."""
+        """Do nothing: the next step starts afresh."""
 
     def _set(self, *, is_last_backward: bool) -> None:
         self.is_last_backward = is_last_backward
@@ -119,16 +119,16 @@ class Sharding:
             return payload.value()
         if not wanted:
             raise ValueError(
-                "no output of the layer needs a gradient, though it has weights to train; replicas that share weights "
-                "out (shard_replicas=True) must run its backward together, for each micro-batch: let an output depend "
-                "on a weight, freeze the weights, or set shard_replicas=False"
+                "no output of the layer needs a gradient, though it has weights to train; replicas that shard weights "
+                "(shard_replicas=True) must run its backward together, for each micro-batch: let an output depend on a "
+                "weight, freeze the weights, or set shard_replicas=False"
             )
         used = iter(_Use.apply(self, parameters, *parameters, *wanted))  # type: ignore[no-untyped-call]
         return payload.replace([next(used) if tensor.requires_grad else tensor for tensor in payload.tensors]).value()
 
 
 def _copy_views(outputs: Payload, layer: nn.Module) -> Payload:
-    """Return outputs with copies of views of the layer's parameters, whose memory is let go of after its forward."""
+    """Return outputs with copies of those that view the layer's parameters, which are freed after its forward."""
     memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     return outputs.replace(
         [tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor for tensor in outputs.tensors]

@@ -5,8 +5,8 @@
     backward    replica 0   sums of dy and dy * y ----.
                 replica 1   sums of dy and dy * y ----+--> added up in rank order --> the gradient of the input
 
-A recomputation exchanges nothing: it normalises by what its forward combined. So its output has the same bits, and the
-exchanges follow the schedule's forwards and backwards, whose order is the same in all replicas.
+A recomputation exchanges nothing: it normalises by the statistics that its forward combined. So its output has the same
+bits, and the exchanges follow the schedule's forwards and backwards, whose order is the same in all replicas.
 
 Deviation: the paper normalises over replicas "if necessary" and leaves open when that is; here the setting
 pipeline.synchronize_batch_norm decides, and it is off by default.
@@ -30,14 +30,14 @@ from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.moving_statistics import combine
 from gpipe.pipeline.shared.replicas import Replicas
 
-_HEADER = 3  # numbers before the values of a message: which norm, whether in backward, how many values a channel has
+_HEADER = 3  # numbers before the values of a message: which norm, whether in backward, how many values per channel
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's backward; gets no gradient itself
 
 
 class _Moments(NamedTuple):
-    """Mean and variance, [2, channels], and the values per channel that they are of.
+    """Mean and variance, [2, channels], and the number of values per channel.
 
-    The variance is unbiased for what one replica saw of a micro-batch, and biased for the whole of it.
+    The variance is unbiased for one replica's part of a micro-batch, and biased for the whole micro-batch.
     """
 
     statistics: Tensor
@@ -45,14 +45,14 @@ class _Moments(NamedTuple):
 
 
 class StatisticsExchange:
-    """Exchanges sums of this process's batch norms with the replicas of the same batch norms.
+    """Exchanges sums of this process's batch norms with the same batch norms in other replicas.
 
-    All messages have one length. Gloo would kill a process that gets a longer message than it expects, and nobody could
-    say which replica ran another batch norm.
+    All messages have the same length. Gloo would kill a process that receives a longer message than it expects, and no
+    error could name the replica that ran another batch norm.
 
     Args:
-        replicas: in a group of their own: the averaging of gradients runs at the same time.
-        modules: of this process, by name; the same ones, in the same order, in each replica.
+        replicas: in a group of their own, as the averaging of gradients runs at the same time.
+        modules: of this process, by name; the same in each replica, in the same order.
     """
 
     def __init__(self, replicas: Replicas, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -63,20 +63,20 @@ class StatisticsExchange:
         self._width = max(map(_count_channels, norms.values()), default=0)
 
     def among(self, layers: Mapping[int, nn.Module]) -> StatisticsExchange:
-        """Return an exchange between the replicas of other layers, by index, such as this one's averages."""
+        """Return an exchange for other layers, by index, such as averages of these."""
         named = ((f"layers.{index}.{name}", m) for index, layer in layers.items() for name, m in layer.named_modules())
         return StatisticsExchange(self._replicas, named)
 
     def start(self, *, notes: bool) -> SynchronizedMicroBatch:
-        """Return what normalises the next micro-batch of a stage; with `notes`, it keeps statistics for `commit`."""
+        """Return what normalises a stage's next micro-batch; with `notes`, batch norms keep statistics for `commit`."""
         return SynchronizedMicroBatch(self, notes=notes)
 
     def gather(
         self, norm: MicroBatchNorm, count: float, rows: Tensor, *, backward: bool
     ) -> tuple[float, Tensor, Tensor]:
-        """Return the sum of the replicas' counts, the counts in the replicas' order, and their rows, in float64.
+        """Return the sum of the replicas' counts, the counts [replicas], and their rows [replicas, 2, channels].
 
-        The counts are [replicas], the rows [replicas, 2, channels].
+        All are float64, in the order of the replicas.
 
         Raises:
             ValueError: another replica runs another batch norm.
@@ -111,27 +111,27 @@ class StatisticsExchange:
 
 
 class SynchronizedMicroBatch:
-    """One micro-batch in the batch norms of one stage; with `notes`, they keep what this replica saw for `commit`.
+    """One micro-batch in the batch norms of one stage; with `notes`, they keep this replica's statistics for `commit`.
 
     Attributes:
-        anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas.
-            Where no gradient comes back, as from a micro-batch of padding, the replica must still take part: the
-            outputs of the others depend on its input.
+        anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas: a
+            replica must take part even if no gradient comes back, as from a micro-batch of padding, because the outputs
+            of the others depend on its input.
     """
 
     def __init__(self, exchange: StatisticsExchange, *, notes: bool) -> None:
         self.anchors: list[Tensor] = []
         self._exchange, self._notes = exchange, notes
-        self._wholes: list[tuple[MicroBatchNorm, _Moments]] = []  # in the order of the calls
+        self._wholes: list[tuple[MicroBatchNorm, _Moments]] = []  # in call order
         self._position: int | None = None  # in them, in a recomputation
         self._is_backward = False
 
     def recompute(self) -> None:
-        """Normalise from now on by the statistics that the forward combined, in its order."""
+        """Normalise from now on by the statistics that the forward combined, in the same order."""
         self._position = 0
 
     def repeat(self) -> None:
-        """Likewise, but in any order: checkpoints inside of layers recompute in backward."""
+        """Likewise, but in any order: checkpoints inside layers recompute in backward."""
         self._is_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can wait for other processes
@@ -140,8 +140,8 @@ class SynchronizedMicroBatch:
 
         Raises:
             TypeError: its class does not normalise by F.batch_norm.
-            ValueError: a channel has one value over all replicas; the replicas run different batch norms, or the
-                recomputation does.
+            ValueError: a channel has only one value over all replicas; the replicas run different batch norms; or the
+                recomputation runs other ones than the forward.
             LostPeer: in place of an error of the connections.
         """
 
@@ -160,13 +160,13 @@ class SynchronizedMicroBatch:
             output = norm.forward_with(norm.running_mean, norm.running_var, *args, **kwargs)
         if replacement.num_calls == 0:
             raise TypeError(
-                f"{type(norm).__bases__[1].__name__} does not call torch.nn.functional.batch_norm, which alone can be "
-                "synchronised; use nn.BatchNorm in its place, or set synchronize_batch_norm=False"
+                f"{type(norm).__bases__[1].__name__} does not call torch.nn.functional.batch_norm, the only function "
+                "that can be synchronised; use nn.BatchNorm in its place, or set synchronize_batch_norm=False"
             )
         return output
 
     def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
-        part = _measured(input, _count_channels(norm))
+        part = _measure_statistics(input, _count_channels(norm))
         if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
             norm.__dict__["fresh"] = (*norm.fresh, *part)
         mean, variance = part.statistics.double()
@@ -189,8 +189,8 @@ class SynchronizedMicroBatch:
             if len(own) == 1:
                 return own[0]
             raise ValueError(
-                f"a batch norm inside of torch.utils.checkpoint ran {len(own)} times in this forward; where replicas "
-                "synchronise it, it can run once: give each place its own, or set synchronize_batch_norm=False"
+                f"a batch norm inside torch.utils.checkpoint ran {len(own)} times in this forward; if replicas "
+                "synchronise it, it can run only once: give each place its own, or set synchronize_batch_norm=False"
             )
         assert self._position is not None
         for found, whole in self._wholes[self._position : self._position + 1]:
@@ -209,8 +209,8 @@ def _count_channels(norm: MicroBatchNorm) -> int:
 
 
 @torch.no_grad()
-def _measured(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
-    """Return the statistics of a tensor [n, channels, ...] in float32 at least; n may be 0, the variance of 1 is 0."""
+def _measure_statistics(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
+    """Return the statistics of [n, channels, ...], in float32 or wider; n may be 0; the variance of one value is 0."""
     if input.shape[1] != num_channels:
         raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has {num_channels}")
     count = input.numel() // num_channels
@@ -226,9 +226,9 @@ def _measured(input: Tensor, num_channels: int) -> _Moments:  # noqa: A002
 class _Normalize(torch.autograd.Function):
     """Normalises by given statistics, and differentiates through them: through the inputs of all replicas.
 
-    Autograd runs the nodes of a graph in the reverse order of their creation, also those of parallel branches. So the
-    replicas exchange in the same order in backward, as they did in forward. Where a stage computes on two devices,
-    autograd may take turns between them in another order; then `StatisticsExchange` notices.
+    Autograd runs the nodes of a graph in the reverse order of their creation, even those of parallel branches. So the
+    replicas' exchanges in backward have the same order, as in forward. If a stage computes on two devices, autograd may
+    alternate between them in another order; `StatisticsExchange` detects that.
     """
 
     @staticmethod
@@ -273,14 +273,14 @@ class _Normalize(torch.autograd.Function):
             input_gradient = input - centre
             torch.addcmul(shift, input_gradient, slope, out=input_gradient).addcmul_(gradient, factor)
             input_gradient = input_gradient.to(input.dtype)
-        # The replicas' gradients of weight and bias are averaged like all others.
+        # The gradients of weight and bias are averaged over the replicas like all others.
         weight_gradient = sums[0].to(weight.dtype) if weight_wanted else None
         bias_gradient = sums[1].to(weight.dtype) if bias_wanted else None
         return None, None, input_gradient, weight_gradient, bias_gradient
 
 
 class _InPlaceOfBatchNorm(TorchFunctionMode):
-    """Calls `normalize` in place of F.batch_norm where the body normalises by the statistics of the input.
+    """Calls `normalize` in place of F.batch_norm if the body normalises by the statistics of the input.
 
     Attributes:
         num_calls: how often it ran.

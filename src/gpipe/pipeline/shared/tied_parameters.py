@@ -8,10 +8,10 @@ sum is taken in layer order: it travels along the layers, from process to proces
     layer 4               g0 + g4 --> . <-- sum      process 1
     layer 9                           + g9 --'       process 2
 
-So its bits are the same for every number of stages. Besides the gradients themselves a process needs memory for one.
+So its bits are the same for every number of stages. Besides the gradients themselves, a process needs memory for one.
 
-What is done to one copy alone parts them: by an optimizer that has not all of them, or has them in different groups. So
-each step adds up the bits of each copy, and all processes compare the sums at its end.
+A change of only one copy makes them differ, such as by an optimizer that lacks some of them, or has them in different
+groups. So each step adds up the bits of each copy, and all processes compare the sums at its end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 _State = bool | None
-"""Of a copy in a step: whether it got a gradient; None where it is frozen."""
+"""Of a copy in a step: whether it got a gradient; None if it is frozen."""
 
 
 class Member(NamedTuple):
@@ -60,9 +60,9 @@ TiedGroup: TypeAlias = tuple[Member, ...]
 
 
 class TiedParameters:
-    """The parameters that are one and the same object, or memory, in several layers of a model.
+    """The parameters that are one object, or share memory, in several layers of a model.
 
-    A parameter that one layer alone uses in several places stays as it is.
+    A parameter that only one layer uses, in several places, stays as it is.
 
     Args:
         layers: the whole model, on the meta device or a real one.
@@ -95,7 +95,7 @@ class TiedParameters:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return, as JSON, what all processes must agree on: the groups, and the values that they begin with."""
+        """Return, of JSON's types, what all processes must agree on: the groups, and their initial values."""
         found: dict[str, Any] = {"tied parameters": [[member.full_name for member in group] for group in self.groups]}
         for first, *_ in self.groups:
             value = self._parameter(first)
@@ -105,15 +105,15 @@ class TiedParameters:
     def build(self, devices: Mapping[int, torch.device], seed: int) -> dict[int, nn.Module]:
         """Put layers on their devices with their initial weights, each with its own copies of tied parameters.
 
-        All copies of a group get the values of its first layer. Where that layer was described on the meta device and
-        belongs to another process, a copy of it is built here for a moment: initial weights depend on seed and index.
+        All copies of a group get the values of its first layer. If that layer was described on the meta device and
+        belongs to another process, a temporary copy of it is built here: initial weights depend on seed and index.
 
         Args:
             devices: of this process's layers, by index; only these are changed, in place.
             seed: of the run.
 
         Raises:
-            ValueError: two parameters that are not tied share memory, and would no longer do so.
+            ValueError: two parameters that are not tied share memory, which they would no longer do.
         """
         self._refuse_overlaps(devices)
         later = {member: group for group in self.groups for member in group[1:]}
@@ -153,7 +153,7 @@ class TiedParameters:
             if last is not None and begin < end and devices.get(last.layer) != devices.get(member.layer):
                 raise ValueError(
                     f"{last.full_name} and {member.full_name} share memory, but are not one parameter, so one would "
-                    "not see changes of the other in another process or on another device; make them one parameter, "
+                    "not see changes to the other in another process or on another device; make them one parameter, "
                     "or give each memory of its own (.clone())"
                 )
             if own_end > end:
@@ -178,7 +178,7 @@ class TiedParameters:
         value, parameter = self._parameter(first), self._parameter(member)
         if _identify(parameter) == _identify(value):
             new = Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            new.__dict__.update(value.__dict__)  # such as what an optimizer groups parameters by
+            new.__dict__.update(value.__dict__)  # such as attributes by which an optimizer groups parameters
             replace_parameter(self._layers[member.layer], parameter, new)
         elif not (value.is_meta or parameter.is_meta):  # they were separated for an earlier pipeline
             parameter.copy_(value)
@@ -188,9 +188,9 @@ class TiedParameters:
 
 
 def _identify(parameter: Parameter) -> Hashable:
-    """Return what tells a parameter from others: two objects in the same memory, such as by `.data`, are one.
+    """Return what identifies a parameter: two objects in the same memory, such as by `.data`, are one.
 
-    A frozen one and a trained one are two: they have different gradients.
+    A frozen and a trained parameter are two: they have different gradients.
     """
     if not _has_memory(parameter):
         return id(parameter)
@@ -199,17 +199,17 @@ def _identify(parameter: Parameter) -> Hashable:
 
 
 def _has_memory(parameter: Parameter) -> bool:
-    """Return whether a parameter has memory of its own: lazy ones and those of tensor subclasses have none."""
+    """Return whether a parameter has plain memory: lazy ones and those of tensor subclasses have none."""
     return type(parameter) is Parameter and not parameter.is_meta and parameter.data_ptr() != 0
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a number that tells the values of one tensor from those of another."""
+    """Return a checksum of a tensor's values."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def add_up_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, as whole numbers modulo 2^52: exact in float64, in any order."""
+    """Return the sum of a tensor's bits, read as integers, modulo 2^52: exact in float64 and in any order."""
     flat = tensor.detach().contiguous().view(-1)
     ends = flat.nbytes, flat.storage_offset() * flat.itemsize
     kinds = torch.int64, torch.int32, torch.int16, torch.uint8
@@ -247,7 +247,7 @@ def _refuse_hooks(member: Member, parameter: Parameter) -> None:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{member.full_name} has a hook, and other layers share this parameter: the hook would see the gradient of "
-            "one layer, not their sum; change .grad after the step instead"
+            "one layer, not the sum over all; change .grad after the step instead"
         )
 
 
@@ -263,7 +263,7 @@ class TiedGradients:
         job: connects the processes.
 
     Attributes:
-        names: of the copies of each tied parameter of the whole model.
+        names: the full names of the copies of each tied parameter in the whole model.
     """
 
     def __init__(
@@ -283,14 +283,14 @@ class TiedGradients:
         self._bits: dict[Member, Tensor] = {}
 
     def deduplicate(self, named: Iterable[tuple[str, _Value]]) -> Iterator[tuple[str, _Value]]:
-        """Yield what belongs to parameters of the whole model, each tied one once: under its first layer's name."""
+        """Yield the values with each tied parameter only once, under its first layer's name."""
         return ((name, value) for name, value in named if name not in self._repeated)
 
     def start_step(self) -> None:
-        """Set aside the gradients of earlier steps, which are sums already.
+        """Set aside the gradients of earlier steps, which are already sums.
 
         Raises:
-            ValueError: a copy has got a hook, or its layer has it no more.
+            ValueError: a copy has a hook now, or its layer no longer has it.
         """
         self._copies = self._find_copies()
         self._bits = {member: add_up_bits(parameter) for member, parameter in self._copies.items()}  # read at the end
@@ -304,11 +304,11 @@ class TiedGradients:
     def finish_step(self) -> None:
         """Replace the gradients of this step by their sums, and add those of earlier steps.
 
-        A copy without a gradient counts as zero; where no copy has one, none gets one.
+        A copy without a gradient counts as zero; if no copy has one, none gets one.
 
         Raises:
             ValueError: some copies of a parameter are frozen and some are not.
-            LostPeer, PeerFailure: another process is gone, or failed.
+            LostPeer, PeerFailure: another process is gone or has failed.
         """
         states = self._exchange_states()
         for group in self._connections:
@@ -321,13 +321,13 @@ class TiedGradients:
         self._earlier = {}
 
     def bits(self) -> dict[str, Tensor]:
-        """Return what the bits of each copy of this process came to when the step began, by name; on its device."""
+        """Return the sum of the bits of each of this process's copies when the step began, by name; on its device."""
         return {member.full_name: bits for member, bits in self._bits.items()}
 
     def refuse_parted(self, bits: Iterable[Mapping[str, float]]) -> None:
         """Refuse copies that were not equal.
 
-        bits: of all processes.
+        bits: the sums of each process.
         """
         of_all = {name: value for part in bits for name, value in part.items()}
         for first, *others in self.names:
@@ -340,7 +340,7 @@ class TiedGradients:
                     )
 
     def _find_copies(self) -> dict[Member, Parameter]:
-        """Return this process's copies as they are now: `load_state_dict(..., assign=True)` puts others there."""
+        """Return this process's copies as they are now: `load_state_dict(..., assign=True)` replaces them."""
         try:
             return {member: self._layers[member.layer].get_parameter(member.name) for member in self._own}
         except AttributeError as error:
@@ -349,7 +349,7 @@ class TiedGradients:
             ) from None
 
     def _exchange_states(self) -> dict[Member, _State]:
-        """Return the state of every copy, of all processes of the pipeline."""
+        """Return the state of every copy in all processes of the pipeline."""
         own = [
             (*member, parameter.grad is not None if parameter.requires_grad else None)
             for member, parameter in self._copies.items()
@@ -368,7 +368,7 @@ class TiedGradients:
                 if total is not None and self._process == holder:
                     connection.send(total, owner)
                 elif self._process == owner:
-                    total = self._empty(group) if total is None else total  # memory that serves again
+                    total = self._empty(group) if total is None else total  # reuse the memory
                     connection.receive(total, holder)
                 holder = owner
             if owner == self._process:
@@ -382,7 +382,7 @@ class TiedGradients:
         return total
 
     def _hand_out(self, group: TiedGroup, total: Tensor) -> None:
-        """Give each of this process's copies the sum, in memory of its own."""
+        """Give each of this process's copies the sum, in its own memory."""
         copies = [self._copies[member] for member in group if member in self._copies]
         kept = next((one for one in copies if one.grad is total), copies[0])
         kept.grad = total
@@ -400,15 +400,15 @@ def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> 
     trained = [member.full_name for member in group if states[member] is not None]
     if frozen and trained:
         raise ValueError(
-            f"{frozen[0]} is frozen, but {trained[0]}, which is one parameter with it, is not; freeze all layers' "
-            "copies of it (requires_grad_(False)), or none"
+            f"{frozen[0]} is frozen, but {trained[0]}, which is the same parameter, is not; freeze all layers' copies "
+            "of it (requires_grad_(False)), or none"
         )
 
 
 class TiedProcesses:
     """The processes of one pipeline that hold copies of the same parameters, and how a tensor travels between them.
 
-    On a CPU a transfer has ended when its call returns; on a GPU what comes next on its current stream waits for it.
+    On a CPU a transfer has ended when its call returns; on a GPU later work on its current stream waits for it.
     `members` are their indices in the pipeline, ascending.
     """
 
@@ -437,7 +437,7 @@ class TiedProcesses:
             self._wait(self._group.send([part], dist.get_group_rank(self._group, rank), 0))
 
     def receive(self, into: Tensor, process: int) -> None:
-        """Wait for a tensor of one of them.
+        """Wait for a tensor from one of them.
 
         Raises:
             LostPeer: a connection is gone.
@@ -465,7 +465,7 @@ class TiedProcesses:
             self._wait(self._group.broadcast([part], options))
 
     def _wait(self, work: dist.Work) -> None:
-        """Wait as long as the watch allows: Gloo would give up by itself, before anybody knows why."""
+        """Wait as long as the watch allows: Gloo alone would give up before the cause is known."""
         if self._device.type == "cuda":
             work.wait()  # the stream waits
         else:
@@ -483,13 +483,13 @@ class TiedProcesses:
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
-    """Return the values as bytes, in the order of the dimensions: no backend knows all types of torch."""
+    """Return the values as bytes, in the order of the dimensions: no backend supports all of torch's types."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager
 def _fill(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the body a tensor's memory as bytes; afterwards copy them back where the tensor is not contiguous."""
+    """Give the body a tensor's values as bytes; afterwards copy them back if the tensor is not contiguous."""
     part = _to_bytes(tensor)
     yield part
     if not tensor.is_contiguous():

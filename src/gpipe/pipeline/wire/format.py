@@ -1,4 +1,4 @@
-"""Lay out a payload in a message: which types, shapes and strides, and where."""
+"""Lay out a payload in a message: the types, shapes, strides and places of its tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from gpipe.pipeline.microbatch import Payload, PayloadError, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
 _HOST = torch.device("cpu")
-_ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tensors are computed on alike
+_ALIGNMENT = 64  # bytes, as in torch's own allocations, so that kernels compute the same on received tensors
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 _ZEROS = bytes(2 * _ALIGNMENT)
 _NONE_SHARED = itertools.repeat(False)
 
 _Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int]
-"""Of a tensor: its type, shape and strides, whether it needs a gradient, and what `TensorLayout` says of the rest."""
+"""Of a tensor: its type, shape and strides, whether it needs a gradient, and `TensorLayout`'s `shared` and `offset`."""
 
 
 class TensorLayout(NamedTuple):
     """The spec of one tensor; `strides` is None for a contiguous one.
 
-    `offset` is where it begins behind a line of 64 bytes, in elements: kernels add up in another order off such a line.
+    `offset` is where it begins after a multiple of 64 bytes, in elements: kernels add up in another order when a tensor
+    is not aligned.
     """
 
     dtype: str
@@ -43,7 +44,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type that torch knows under this name."""
+        """Torch's type of this name."""
         return cast(torch.dtype, getattr(torch, self.dtype))
 
     @property
@@ -57,25 +58,25 @@ class TensorLayout(NamedTuple):
         return self.offset * self.torch_dtype.itemsize
 
     def allocate(self, num_elements: int, device: torch.device) -> Tensor:
-        """Return memory for so many elements that begins at the offset."""
+        """Return memory for `num_elements` elements that begins at the offset."""
         memory = torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)
         return memory[self.offset :].data if self.offset else memory
 
     @property
     def distinct(self) -> tuple[int, ...]:
-        """The shape of the elements that travel: an expanded dimension travels once."""
+        """The shape of the elements that travel: of an expanded dimension only one."""
         if self.strides is None:
             return self.shape
         return tuple(size if stride > 0 else 1 for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def num_elements(self) -> int:
-        """How many elements travel: of a tensor that overlaps itself, such as windows, the memory below it."""
+        """How many elements travel: for a tensor that overlaps itself, such as windows, all the memory it spans."""
         return self.span if self.overlaps else math.prod(self.distinct)
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements at different indices may lie in the same place, but for expanded dimensions."""
+        """Whether elements at different indices may share memory, apart from expanded dimensions."""
         extent = 1
         for stride, size in sorted(zip(self.strides or (), self.shape, strict=False)):
             if size > 1 and stride > 0:
@@ -86,7 +87,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many elements the tensor covers in memory: more than travel, where it has holes."""
+        """How many elements the tensor spans in memory: more than travel if it has holes."""
         if self.strides is None:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -94,16 +95,16 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """What two neighbours must agree on to exchange a payload's bytes alone."""
+    """What two neighbours must agree on to exchange only a payload's bytes."""
 
     structure: Structure  # how the tensors are nested
     layouts: tuple[TensorLayout, ...]  # one per tensor
     batch: MiniBatch  # that the payload belongs to
-    specs: tuple[_Spec, ...] = field(default=(), compare=False)  # of which the layouts were made, at the sender
+    specs: tuple[_Spec, ...] = field(default=(), compare=False)  # from which the sender made the layouts
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
-        """Return the format in which a payload travels: if it is the predicted one, that object."""
+        """Return the format in which a payload travels; if it is as predicted, the same object."""
         specs = tuple(
             [
                 (t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
@@ -112,11 +113,11 @@ class MessageFormat:
                 )
             ]
         )
-        # To compare takes half as long as to look for it by a hash.
+        # Comparing takes half as long as a look-up by hash.
         if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
             return predicted
         _refuse_without_memory(payload)
-        found = _format(payload.structure, specs, batch)
+        found = _make_format(payload.structure, specs, batch)
         return predicted if found == predicted else found
 
     @functools.cached_property
@@ -136,7 +137,7 @@ class MessageFormat:
 
     @functools.cached_property
     def _buffers(self) -> list[tuple[int, TensorLayout, int, torch.dtype, Any]]:
-        """Of each tensor: the gap before it, its layout, how many elements of what travel, and their buffer's type."""
+        """For each tensor: the gap before it, its layout, its elements' number and type, and its buffer's type."""
         return [
             (gap, layout, layout.num_elements, layout.torch_dtype, ctypes.c_char * layout.num_bytes)
             for gap, layout in zip(self._gaps, self.layouts, strict=False)
@@ -144,23 +145,23 @@ class MessageFormat:
 
     @functools.cached_property
     def _has_empty(self) -> bool:
-        """Whether a tensor has no elements: the system takes no buffer without bytes."""
+        """Whether a tensor has no elements: the system accepts no empty buffers."""
         return any(layout.num_elements == 0 for layout in self.layouts)
 
     @functools.cached_property
     def _marks(self) -> tuple[list[bool], list[bool]]:
-        """Which tensors need a gradient; which share memory, or none."""
+        """Which tensors need a gradient; which share memory, empty if none do."""
         shared = [layout.shared for layout in self.layouts]
         return [layout.differentiable for layout in self.layouts], shared if any(shared) else []
 
     @functools.cached_property
     def _gaps(self) -> list[int]:
-        """How many bytes lie between the prefix and the first tensor, between two tensors, and behind the last one."""
+        """How many bytes lie between the prefix and the first tensor, between two tensors, and after the last one."""
         ends = [PREFIX_BYTES, *(place.stop for place, _ in self._places)]
         return [at - end for end, at in zip(ends, self.offsets, strict=True)]
 
     def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
-        """Return a message as buffers, in their order: the tensors where they lie, if they lie there as they travel."""
+        """Return a message as buffers, in order; a tensor that is stored as it travels is not copied."""
         parts: list[Any] = [prefix]
         for tensor, (gap, layout, *_, buffer) in zip(payload.tensors, self._buffers, strict=True):
             if gap:
@@ -179,17 +180,17 @@ class MessageFormat:
         for gap, layout, num_elements, dtype, buffer in self._buffers:
             if gap:
                 parts.append(bytearray(gap))
-            is_plain = layout.strides is None and not layout.offset  # its place needs no view
+            is_plain = layout.strides is None and not layout.offset  # needs no view
             elements.append(
                 allocate_on_host(layout.shape, dtype=dtype) if is_plain else layout.allocate(num_elements, _HOST)
             )
-            parts.append(buffer.from_address(elements[-1].data_ptr()))  # which does not keep the tensor alive
+            parts.append(buffer.from_address(elements[-1].data_ptr()))  # does not keep the tensor alive
         if self._gaps[-1]:
             parts.append(bytearray(self._gaps[-1]))
         return elements, [part for part in parts if len(part)] if self._has_empty else parts
 
     def pack(self, payload: Payload, message: Tensor) -> None:
-        """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""
+        """Copy the tensors' bytes into a message after its prefix; the message is uint8 [offsets[-1]]."""
         for tensor, layout, (place, dtype) in zip(payload.tensors, self.layouts, self._places, strict=True):
             if layout.strides is None:
                 message[place].view(dtype).view(layout.shape).copy_(tensor.detach())
@@ -198,11 +199,11 @@ class MessageFormat:
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors lie in a message."""
-        # `.data`: autograd must not take a change of one in place for a change of all.
+        # `.data`: autograd must not count an in-place change of one tensor as a change of all.
         return self.payload([message[place].view(dtype).data for place, dtype in self._places])
 
     def payload(self, parts: Sequence[Tensor]) -> Payload:
-        """Make tensors of the elements that travelled, and nest them."""
+        """Make tensors from the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
         differentiable, shared = self._marks
         return Payload(tensors, self.structure, list(differentiable), list(shared))
@@ -225,23 +226,23 @@ class MessageFormat:
 
 
 def _refuse_without_memory(payload: Payload) -> None:
-    """Refuse tensors of which no bytes can travel, or whose bytes are not their values."""
+    """Refuse tensors without memory, and those whose bytes are not their values."""
     for tensor in payload.tensors:
         if tensor.is_quantized or (tensor.numel() and not tensor.data_ptr()):
             kind = "on the meta device" if tensor.is_meta else f"of the type {tensor.dtype}, {type(tensor).__name__}"
             raise PayloadError(
                 f"the payload has a tensor of shape {tuple(tensor.shape)} {kind}, which has no plain values in memory; "
-                "between processes only dense tensors travel: return such a one, or keep it inside one layer"
+                "between processes only dense tensors travel: return a dense one, or keep it inside one layer"
             )
 
 
 def count_bytes(tensor: Tensor) -> int:
     """Return how many bytes of a tensor travel."""
-    return _layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
+    return _make_layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
 
 
 def flatten(tensor: Tensor, layout: TensorLayout) -> Tensor:
-    """Return a tensor's memory as bytes, in the order of its addresses; a view where that is possible."""
+    """Return a tensor's memory as bytes, in the order of its addresses; a view if possible."""
     tensor = tensor.detach()
     if layout.strides is None:
         elements = tensor.contiguous().view(-1)
@@ -249,11 +250,11 @@ def flatten(tensor: Tensor, layout: TensorLayout) -> Tensor:
         elements = tensor.as_strided((layout.num_elements,), (1,))
     else:
         elements = tensor.as_strided(layout.distinct, layout.strides).contiguous().view(-1)
-    return elements.resolve_conj().resolve_neg().view(torch.uint8)  # not what lies there, but what it stands for
+    return elements.resolve_conj().resolve_neg().view(torch.uint8)  # lazy conj and neg are applied
 
 
 def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
-    """Return a run of elements under the shape and strides of a layout; a view where there are no holes."""
+    """Return elements with the shape and strides of a layout; a view if there are no holes."""
     if layout.strides is None:
         return elements if elements.shape == layout.shape else elements.view(layout.shape)
     if layout.span > layout.num_elements:
@@ -263,13 +264,13 @@ def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
     return elements.as_strided(layout.shape, layout.strides)
 
 
-# Packing a payload may hold up all stages after this one: known formats are not made anew.
+# Packing a payload may hold up all stages after this one, so known formats are cached.
 @functools.lru_cache(maxsize=1024)
-def _format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
-    return MessageFormat(structure, tuple(_layout(*spec) for spec in specs), batch, specs)
+def _make_format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
+    return MessageFormat(structure, tuple(_make_layout(*spec) for spec in specs), batch, specs)
 
 
-def _layout(
+def _make_layout(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -278,21 +279,21 @@ def _layout(
     offset: int,
 ) -> TensorLayout:
     name = str(dtype).removeprefix("torch.")
-    return TensorLayout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
+    return TensorLayout(name, tuple(shape), _find_strides(shape, strides), differentiable, shared, offset)
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides to rebuild a tensor with, None for those of a contiguous one.
+def _find_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the strides with which to rebuild a tensor, None if it is contiguous.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
-    as one, and so must an expanded one, a slice with holes, and windows that overlap.
+    channels-last, and likewise an expanded one, a slice with holes, and overlapping windows.
     """
     contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     return None if strides == contiguous or math.prod(shape) == 0 else strides
 
 
 def read_structure(value: Any) -> Structure:
-    """Rebuild a structure from what JSON made of it (lists instead of tuples)."""
+    """Rebuild a structure from JSON, which turns tuples into lists."""
     if value is None or isinstance(value, int):
         return value
     kind, children = value

@@ -1,10 +1,9 @@
 """Streams between two processes of one host: a socket for each direction of a boundary.
 
-The stage's own thread writes a payload into the socket, and reads from it: nothing lies between the two stages but the
-kernel. The tensors are sent from where they lie and received where they will lie: to pack small ones takes longer than
-to send them. Messages and their formats are those of streams.py; a text is as long as the payload in whose place it
-comes, or longer, so that one call reads whatever comes. What a socket has no room for is left to a thread: no stage
-waits for its neighbour to read.
+The stage's own thread writes payloads into the socket and reads them from it: only the kernel lies between the two
+stages. Tensors are sent from their own memory and received into it, as packing small ones takes longer than sending
+them. Messages and formats are those of streams.py. A text is at least as long as the payload that it replaces, so that
+one call reads either. What a socket has no room for is left to a thread: no stage waits for its neighbour to read.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gpipe.pipeline.wire.streams import HEADER, Formats, Link, Mark, Sender
 
 
 class LocalSender(Sender):
-    """Sends payloads one after the other."""
+    """Sends payloads one after another."""
 
     def __init__(self, link: Link) -> None:
         assert link.connection is not None
@@ -39,7 +38,7 @@ class LocalSender(Sender):
             raise self._error
         predicted = self._formats.predict()
         found = MessageFormat.of(payload, batch, predicted)
-        # Once the format is announced, nothing can come in the payload's place any more.
+        # Once the format is announced, the payload must follow.
         if found is not predicted:
             self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1])])
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
@@ -53,12 +52,12 @@ class LocalSender(Sender):
             self._leave(lambda: self._connection.send(rest))
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
-        # Whatever step the receiver is in, and so predicts.
+        # Long enough for any step that the receiver may be in, and so for any format that it predicts.
         self._connection.send(_frame(mark, text, self._formats.longest()))
 
 
 class LocalReceiver:
-    """Receives payloads one after the other."""
+    """Receives payloads one after another."""
 
     threads: tuple[threading.Thread, ...] = ()
 
@@ -119,6 +118,6 @@ class LocalReceiver:
 
 
 def _frame(mark: Mark, text: bytes, least: int) -> bytes:
-    """Return a text as a message of at least so many bytes."""
+    """Return a text as a message of at least `least` bytes."""
     message = HEADER.pack(mark, len(text), False, 0) + text
     return message.ljust(least, b"\0")

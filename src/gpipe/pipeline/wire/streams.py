@@ -27,10 +27,10 @@ from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
 HEADER = struct.Struct(f"<BQ?I{PREFIX_BYTES - 14}x")
-"""A mark, and the size of a text; whether data is of a training step, and how many messages of that came before."""
+"""A mark, and the size of a text; whether data is of a training step, and its position in that step."""
 
-_LOOK_SECONDS = 0.001  # between two looks whether the step before has been sent
-_AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
+_LOOK_SECONDS = 0.001  # between two checks whether the step before has been sent
+_AHEAD = 2  # payloads that a receiver holds or asks for before the stage needs them
 
 
 class Mark(IntEnum):
@@ -49,11 +49,11 @@ class Link:
         messenger: carries the messages.
         peer: the rank of the other end in the messenger's group.
         tag: the stream of this direction of this boundary.
-        nccl: a group of the two ends alone, for this direction alone; None on a CPU. With a communicator to itself a
+        nccl: a group of the two ends, for this direction only; None on a CPU. With a communicator of its own, a
             direction's transfers are ordered by micro-batch on both ends, so they cannot block each other.
         device: where this end computes.
         device_work: notes what the device waits for.
-        connection: to the other end, where both are processors of one host; else None.
+        connection: to the other end, if both are CPUs of one host; else None.
     """
 
     messenger: Messenger
@@ -78,7 +78,7 @@ class Link:
             self.connection.close()
 
     def message_bytes(self, format_: MessageFormat) -> int:
-        """Return the size of a message of a format: at least that of a text's first message."""
+        """Return the size of a message in a format: at least that of a text's first message."""
         return max(FRAME_BYTES, format_.offsets[-1] if self.nccl is None else PREFIX_BYTES)
 
 
@@ -95,16 +95,16 @@ class Formats:
         self.training, self.position = training, 0
 
     def prefix(self) -> bytes:
-        """Return what the next message of data begins with."""
+        """Return the prefix of the next data message."""
         return HEADER.pack(Mark.DATA, 0, self.training, self.position)
 
     def check_prefix(self, message: Any) -> None:
-        """Refuse a message of data that is not the next one of this end's step."""
+        """Refuse a data message that is not the next one of this end's step."""
         *_, training, position = HEADER.unpack_from(message)
         if (training, position) != (self.training, self.position):
             raise PipelineError(
                 "the neighbour sent a payload of another step, or of training for evaluation; every process must make "
-                "the same calls of the pipeline, in the same order"
+                "the same calls to the pipeline, in the same order"
             )
 
     def predict(self) -> MessageFormat:
@@ -113,17 +113,17 @@ class Formats:
         return known.get(self.position) or known.get(self.position - 1, EMPTY)
 
     def longest(self) -> int:
-        """Return the size of the longest message that any prediction could be of."""
+        """Return the size of the longest message that could be predicted."""
         return max(known.offsets[-1] for known in (EMPTY, *self._known[True].values(), *self._known[False].values()))
 
     def advance(self, found: MessageFormat) -> None:
-        """Note the format that it had."""
+        """Note the format of the message, and move to the next."""
         self._known[self.training][self.position] = found
         self.position += 1
 
 
 class _End(ABC):
-    """One end of a stream, whose thread does one piece of work after the other until one fails."""
+    """One end of a stream, whose thread does one piece of work after another until one fails."""
 
     def __init__(self, link: Link, name: str) -> None:
         self.link = link
@@ -135,7 +135,7 @@ class _End(ABC):
         self.threads = (thread,)
 
     def end(self) -> None:
-        """End the thread after its work; one that waits for a message in vain ends with the connection."""
+        """End the thread after its work; if it waits for a message that never comes, it ends with the connection."""
         self._work.put(None)
 
     def close(self) -> None:
@@ -153,26 +153,26 @@ class _End(ABC):
             while (work := self._work.get()) is not None:
                 work()
                 del work  # and the payload in it, before waiting for more
-        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - it would be lost in this thread
             self._note(error)
-            while self._work.get() is not None:  # let go of the rest
+            while self._work.get() is not None:  # drop the rest
                 pass
 
     @abstractmethod
     def _note(self, error: Exception) -> None:
-        """Keep the error that ended the work, for whoever waits for it."""
+        """Keep the error that ended the work, to raise it where the work is awaited."""
 
 
 class Sender(_End):
-    """Sends payloads one after the other, each let go of when it has arrived."""
+    """Sends payloads one after another, and releases each when it has arrived."""
 
     def __init__(self, link: Link) -> None:
         self._error: Exception | None = None
-        self._num_left, self._num_sent = 0, 0  # pieces of work left to the thread, and those of them that are done
+        self._num_left, self._num_sent = 0, 0  # pieces of work left to the thread, and how many of them are done
         super().__init__(link, "sends-to")
 
     def start(self, *, training: bool) -> None:
-        """Begin a step; an evaluation when all before is sent, as it waits for no answer, and could fill the memory."""
+        """Begin a step; before an evaluation, wait until all is sent: it gets no answers, and could fill the memory."""
         if not training and self._num_left > self._num_sent:
             with self.link.messenger.waiting_for(self.link.peer):
                 while self._num_left > self._num_sent and self._error is None:
@@ -183,7 +183,7 @@ class Sender(_End):
         """Send a payload, without waiting for anything.
 
         Raises:
-            LostPeer: the connection was gone when an earlier one was to be sent.
+            LostPeer: the connection was lost while an earlier payload was sent.
         """
         if self._error is not None:
             raise self._error
@@ -195,11 +195,11 @@ class Sender(_End):
         message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
         self._formats.advance(found)
         if self.link.nccl is None:
-            found.pack(payload, message)  # at once: what the payload lies in may change
+            found.pack(payload, message)  # now: the payload's memory may change
             self._leave(lambda: self._deliver(message))
             return
         parts = [flatten(*one) for one in zip(payload.tensors, found.layouts, strict=True)]
-        if not self._formats.training:  # it may change after an evaluation, which does not wait until it has arrived
+        if not self._formats.training:  # an evaluation does not wait until it has arrived, and its memory may change
             parts = [part.clone() for part in parts]
         ready = torch.cuda.current_stream(self.link.device).record_event()
         delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
@@ -235,7 +235,7 @@ class Sender(_End):
         self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
-        # Gloo receives a message that is shorter than expected, so the first one fits whatever was predicted.
+        # Gloo accepts a message that is shorter than expected, so the first one fits any prediction.
         for message in frame_text(text, mark):
             self._deliver(message)
 
@@ -256,7 +256,7 @@ class _Received(NamedTuple):
 
 
 class Receiver(_End):
-    """Receives payloads, a few of them before the stage wants them."""
+    """Receives payloads, some of them before the stage needs them."""
 
     def __init__(self, link: Link) -> None:
         self._first: _Received | None = None
@@ -267,11 +267,11 @@ class Receiver(_End):
         super().__init__(link, "receives-from")
 
     def start(self, *, training: bool, num_payloads: int | None) -> None:
-        """Expect the payloads of a step; without their number, as many as the first one's mini-batch makes."""
+        """Expect the payloads of a step; the first payload's mini-batch gives their number if it is not known."""
         self._work.put(lambda: self._receive_step(training, num_payloads))
 
     def end(self) -> None:
-        """End the thread after its work, also where it waits until the stage has taken what is here."""
+        """End the thread after its work, even if it waits for the stage to take what has arrived."""
         self._room.put(None)
         super().end()
 
@@ -314,7 +314,7 @@ class Receiver(_End):
             received = self._receive()
             num_payloads = received.batch.num_microbatches
             self._received.put(received)
-            del received  # the stage alone decides how long it lives
+            del received  # only the stage keeps it alive
 
     def _note(self, error: Exception) -> None:
         self._received.put(error)  # raised where the payload is asked for

@@ -3,15 +3,15 @@
 Both ends of a stream predict the format of its next message: that of the same micro-batch in the step before. While the
 prediction holds, a payload is one message of known size, whose receive is posted ahead: it arrives while the stage
 computes. A sender whose payload has another format announces it in a short format message, which fits any receive, and
-sends the payload in the next message. So shapes may change at any time, and nobody declares them.
+sends the payload in the next message. So shapes may change at any time, and are never declared.
 
     sender     F0 [format][data]  F1 [data]  F2 [data] ...     the first step: formats are new
     sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
 
-Between processors of one host the messages go over a socket, written and read by the stages themselves: local.py.
+Between CPUs of one host the messages go over a socket, written and read by the stages themselves: local.py.
 
 All others go over Gloo, and each end of a stream has a thread, which sends, asks for and unpacks messages while the
-stage computes: streams.py. Between GPUs they carry no data: the tensors follow over NCCL.
+stage computes: streams.py. Between GPUs these messages carry no data: the tensors follow over NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProcessTransfer:
     Args:
         outgoing: the links over which this process's stages send, by what travels (outputs forward, gradients
             backward) and stage.
-        incoming: those over which they receive, in the order of the stages.
+        incoming: the links over which they receive, in the order of the stages.
         local: carries payloads between two neighbours that are both here.
     """
 
@@ -63,7 +63,7 @@ class ProcessTransfer:
         return batch
 
     def send(self, task: Task, payload: Payload) -> None:
-        """Send what a task made to the process of the stage after or before, without waiting."""
+        """Send the result of a task to the process of the stage after or before, without waiting."""
         sender = self._senders.get((task.kind.direction, task.stage))
         if sender is None:
             self._local.send(task, payload)
@@ -76,21 +76,21 @@ class ProcessTransfer:
         return self._local.receive(task) if receiver is None else receiver.receive()
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours why this process sends nothing any more, and end the threads without waiting for them."""
+        """Tell the neighbours why this process sends nothing more, and end the threads without waiting for them."""
         for sender in self._senders.values():
             sender.fail(failure)
         for receiver in self._receivers.values():
             receiver.end()
 
     def join(self) -> None:
-        """Wait until the threads have ended, after `fail` and when the connections are cut."""
+        """Wait until the threads have ended, after `fail` and once the connections are cut."""
         ends = [*self._senders.values(), *self._receivers.values()]
         join_threads(thread for end in ends for thread in end.threads)
         for end in ends:
             end.link.disconnect()
 
     def reset(self) -> None:
-        """Drop what was under way here; the streams are out of step for good, and the engine refuses to go on."""
+        """Drop what is in transit here; the streams stay out of step, and the engine refuses to continue."""
         self._local.reset()
 
     def close(self) -> None:
