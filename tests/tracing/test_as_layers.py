@@ -79,7 +79,7 @@ def test_the_models_own_state_dict_is_loaded_and_returned_under_its_own_names() 
     parts = [layers.model_state_dict(only=own) for own in (["0", "1"], [*map(str, range(2, len(layers)))])]
     assert parts[0].keys() ^ parts[1].keys() == found.keys() and min(map(len, parts)) > 0
     assert layers.names["blocks.2.norm2.weight"].partition(".")[2] == "blocks.2.norm2.weight"
-    with pytest.raises(ValueError, match=r"^token is missing, one of 1 names; give this model's state dict$"):
+    with pytest.raises(ValueError, match=r"^token is missing \(names that differ: 1\); give this model's state dict$"):
         layers.load_model_state_dict({key: value for key, value in found.items() if key != "token"})
     with pytest.raises(
         ValueError, match=r"^token has the shape \(2,\), but \(1, 1, 8\) in the model; give this model's"

@@ -21,9 +21,9 @@ from tests.tracing.models import Parts, build, images
 @pytest.mark.parametrize(
     ("example", "inputs", "said"),
     [
-        ((torch.zeros(2, 3),), torch.zeros(2, 3), "one value, but the example was a tuple of 1"),
+        ((torch.zeros(2, 3),), torch.zeros(2, 3), "a tensor, but the example was a tuple of 1"),
         ((torch.zeros(2, 3),), (torch.zeros(2, 3),) * 2, "a tuple of 2, but the example was a tuple of 1"),
-        (torch.zeros(2, 3), (torch.zeros(2, 3),), "a tuple of 1, but the example was one value"),
+        (torch.zeros(2, 3), (torch.zeros(2, 3),), "a tuple of 1, but the example was a tensor"),
         ({"input": torch.zeros(2, 3)}, {"y": torch.zeros(2, 3)}, "a dict of y, but the example was a dict of input"),
     ],
 )
@@ -70,20 +70,25 @@ X = torch.ones(2, 3)
             {"x": X, "mask": X},
             "the model's input is a dict of x, mask, but .* a dict of x; give it like the example",
         ),
-        (Masked, (X, None), (X, X), "input 1 is one value, but the example was None; give it like the example"),
+        (Masked, (X, None), (X, X), "input 1 is a tensor, but the example was None; give it like the example"),
         (
             Masked,
             {"x": X, "mask": X},
             {"x": X, "mask": None},
-            "mask is None, but the example was one value; give it like the example",
+            "mask is None, but the example was a tensor; give it like the example",
         ),
         (
             Masked,
             X,
             torch.ones(2, 4, 3),
-            "the model's input has ndim 3, but the example had ndim 2; give as many dimensions",
+            "the model's input has ndim 3, but the example had ndim 2; give the same number of dimensions",
         ),
-        (Masked, (X, X), (X, X[0]), "input 1 has ndim 1, but the example had ndim 2; give as many dimensions"),
+        (
+            Masked,
+            (X, X),
+            (X, X[0]),
+            "input 1 has ndim 1, but the example had ndim 2; give the same number of dimensions",
+        ),
     ],
 )
 def test_what_the_layers_would_ignore_or_take_for_something_else_is_refused(

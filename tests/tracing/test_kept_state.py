@@ -315,11 +315,11 @@ def set_data(self: Any, x: Tensor) -> Tensor:
         (set_data, "sets data of a tensor, which its layers would not do"),
         (
             lambda _, x: x * (2 if x.data_ptr() else 1),
-            "asks for data_ptr of a tensor, which depends on how",
+            "uses data_ptr of a tensor, which depends on how",
         ),
         (
             lambda _, x: x.register_hook(print),
-            "asks for register_hook of a tensor, which depends on how the model",
+            "uses register_hook of a tensor, which depends on how the model",
         ),
     ],
 )

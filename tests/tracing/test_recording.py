@@ -91,7 +91,9 @@ def test_a_submodule_that_asks_for_a_context_of_torch_is_one_operation(query: tu
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query[0])
 def test_a_model_that_asks_for_a_context_of_torch_is_refused_with_the_line(query: tuple[str, ...]) -> None:
     function = getattr(torch, query[0])
-    said = rf"^Asks cannot be cut into layers: .*test_recording\.py, line \d+: asks torch\.{query[0]}, which depends on"
+    said = (
+        rf"^Asks cannot be cut into layers: .*test_recording\.py, line \d+: calls torch\.{query[0]}, which depends on"
+    )
     with pytest.raises(TracingError, match=said):
         gpipe.as_layers(Asks(*query), torch.zeros(2, 4))
     assert getattr(torch, query[0]) is function

@@ -129,7 +129,7 @@ class Catching(Parts):
         (lambda _, x: x[x > 0].sum() * x, r"makes a tensor whose size depends on values, as x\[x > 0\] does"),
         (
             lambda _, x: x * 2 if x.requires_grad else x,
-            "asks for requires_grad of a tensor, which depends on how the model is run",
+            "uses requires_grad of a tensor, which depends on how the model is run",
         ),
         (
             lambda _, x: Negated.apply(x),
@@ -201,10 +201,10 @@ class Failing(nn.Module):
             lambda _, x: x * len(x) ** 2,
             r"computes with \(9, 16, 1089\) for \(3, 4, 33\) examples, which is not linear in",
         ),
-        (lambda _, x: torch.from_dlpack(x), "asks for __dlpack__ of a tensor, which does not exist yet; name"),
+        (lambda _, x: torch.from_dlpack(x), "uses __dlpack__ of a tensor, which has no data during recording; name"),
         (
             lambda _, x: torch.cat([x] * len(x)),
-            "takes as many parts as there are examples; name the submodule in which",
+            "takes a list whose length depends on the number of examples; name the submodule in which",
         ),
         (
             lambda _, x: x.relu() if len(x) % 2 else x,

@@ -107,7 +107,7 @@ def _join(values: Sequence[Any], position: dict[fx.Node, int], refuse: Refuse) -
         return first
     if isinstance(first, tuple | list):
         if len(set(map(len, values))) != 1:
-            raise refuse("takes as many parts as there are examples")
+            raise refuse("takes a list whose length depends on the number of examples")
         items = [_join(parts, position, refuse) for parts in zip(*values, strict=True)]
         return items if isinstance(first, list) else tuple(items)
     if isinstance(first, dict):

@@ -24,7 +24,7 @@ def is_of_model(file: str) -> bool:
 
 
 class TracingError(ValueError):
-    """A model whose operations depend on what it computes, so that no sequence of layers is equivalent."""
+    """A model to which no sequence of layers is equivalent, such as one whose operations depend on what it computes."""
 
     @property
     def reason(self) -> str:
@@ -41,9 +41,11 @@ class Whole(Exception):
 
 
 class Undecided(Exception):
-    """The code asks for a value that is only known when the model runs.
+    """The code does what cannot be recorded, such as asking for a value that is only known when the model runs.
 
-    place: the line that does, if the error is found only later.
+    Args:
+        what: the code does, for the message.
+        place: the line that does, if the error is found only later.
     """
 
     def __init__(self, what: str, place: traceback.FrameSummary | None = None) -> None:
@@ -52,7 +54,7 @@ class Undecided(Exception):
 
 
 _NAME_IT = "name the submodule in which that happens, leaves=['...']"
-OF_DECISIONS = f"{_NAME_IT}, or give the model's blocks as an nn.Sequential of your own"
+OF_DECISIONS = f"{_NAME_IT}, or build an nn.Sequential of the model's blocks yourself"
 """What to do about code that cannot be cut into layers."""
 OF_FAILURES = f"check the shapes and types of the example; if the model itself accepts them, {_NAME_IT}"
 """What to do about code that fails."""

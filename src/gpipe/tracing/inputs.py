@@ -1,4 +1,4 @@
-"""The inputs of a model that was cut: nested like the example, as its operations take the parts."""
+"""Check that the inputs of a model that was cut are nested like its example."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ def check_inputs(inputs: Any, form: Form, known: Collection[str] | None) -> Any:
             are allowed.
         form: of the example.
         known: the names of the model's arguments, None for any; those that the example lacks would be ignored.
+
+    Raises:
+        ValueError: the inputs are nested differently, or have other dimensions or other sizes that the model reads.
     """
     found = find_form(inputs)
     if form is not None and found is None:
@@ -82,7 +85,9 @@ def _check(name: str, found: Any, form: Any) -> None:
         for key, part in form.items():
             _check(key if isinstance(key, str) else f"input {key}", found[key], part)
     elif form is not None and len(found) != len(form):
-        raise ValueError(f"{name} has ndim {len(found)}, but the example had ndim {len(form)}; give as many dimensions")
+        raise ValueError(
+            f"{name} has ndim {len(found)}, but the example had ndim {len(form)}; give the same number of dimensions"
+        )
     elif form is not None and any(size not in (None, own) for own, size in zip(found, form, strict=True)):
         expected = ", ".join("any number" if size is None else str(size) for size in form)
         raise ValueError(
@@ -93,5 +98,5 @@ def _check(name: str, found: Any, form: Any) -> None:
 
 def _describe(form: Form) -> str:
     if not isinstance(form, dict):
-        return "None" if form is None else "one value"
+        return "None" if form is None else "a tensor"
     return f"a dict of {', '.join(form)}" if isinstance(next(iter(form), 0), str) else f"a tuple of {len(form)}"

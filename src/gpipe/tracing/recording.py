@@ -1,4 +1,4 @@
-"""What is changed while the code of a model is recorded, in torch, in Python and in the model, and then restored."""
+"""Patch torch and Python while a model's code is recorded, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any
         def asked(*args: Any, **kwargs: Any) -> Any:
             # Torch's own code asks too, to choose between ways to compute the same.
             if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise tracer.note(Undecided(f"asks torch.{name}, which depends on how the model is run"))
+                raise tracer.note(Undecided(f"calls torch.{name}, which depends on how the model is run"))
             return function(*args, **kwargs)
 
         return asked
@@ -107,11 +107,11 @@ def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any
 
 
 @contextmanager
-def refusing(tracer: Tracer) -> Iterator[None]:
-    """Refuse what a layer would not do as the model does: custom backwards, autocast, and decisions by contexts.
+def refuse_unsupported(tracer: Tracer) -> Iterator[None]:
+    """Refuse what a layer would do differently: custom backwards, autocast, and decisions by context.
 
-    Also let `isinstance` in the model's code see the traced value: torch's own code, some of it in C++, must not. Lists
-    of parameters are traced in the model's code, too.
+    In the model's code, `isinstance` sees the values behind traced tensors, and lists of parameters are traced. Neither
+    holds in torch's own code, some of which is C++.
     """
     apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
     check = builtins.isinstance
@@ -181,7 +181,7 @@ def find_line(
 
 
 @contextmanager
-def known_training(tracer: Tracer) -> Iterator[None]:
+def watch_training(tracer: Tracer) -> Iterator[None]:
     """Notice where the code of a model reads `training`."""
 
     def write(module: nn.Module, value: bool) -> None:
@@ -203,7 +203,7 @@ def items_of(container: Any) -> Collection[Any]:
 
 
 def find_containers(values: Iterable[Any]) -> Collection[Any]:
-    """Return the dicts, lists, tuples, sets and queues among values and in each other."""
+    """Return the dicts, lists, tuples, sets and deques among the values, including nested ones."""
     found: dict[int, Any] = {}
     left = [value for value in values if isinstance(value, _CONTAINERS)]
     while left:
@@ -231,8 +231,8 @@ def _restore(container: Any, before: list[Any]) -> None:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of a model stores in attributes and tensors, such as a table for later calls; refuse hooks."""
+def undo_changes(model: nn.Module) -> Iterator[None]:
+    """Undo what a model's code stores in attributes and tensors, such as a table for later calls; refuse new hooks."""
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
     entries = [(value, _snapshot(value)) for value in find_containers(values)]

@@ -36,7 +36,7 @@ from gpipe.tracing.tracer import Tracer, free_name, storage_of, trace
 _LEAST, _SMALL, _LARGE = 1 / 256, 1 / 64, 1 / 16
 
 _FAR = 256
-"""A size so much larger than an example's that strides and windows do not hide it from later sizes."""
+"""The least size to replace one of an example's, so that strides and windows do not hide the change."""
 
 
 class TracedLayers(nn.Sequential):
@@ -44,8 +44,8 @@ class TracedLayers(nn.Sequential):
 
     Attributes:
         names: the name here of each parameter and buffer, by its name in the model: "norm.weight" -> "23.norm.weight".
-        model_names: the reverse, including parameters that several layers have.
-        leaves: names and types of submodules that are one operation each, as requested or as they cannot be recorded.
+        model_names: the reverse, with an entry for every layer that has a tensor.
+        leaves: names and types of submodules that are one operation each: named by the caller, or impossible to record.
     """
 
     def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:
@@ -69,8 +69,9 @@ class TracedLayers(nn.Sequential):
     def model_state_dict(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the state dict of the model that was cut, with the values of the layers.
 
-        only: return the entries of these layers, given by their index as a string. With one process per stage, pass
-            `pipeline.layers`; the entries of all processes together are the state dict.
+        Args:
+            only: the indices, as strings, of the layers whose entries to return; None for all. With one process per
+                stage, pass `pipeline.layers`: the entries of all processes together are the state dict.
         """
         own = dict(_named_tensors(self))
         wanted = [*self._modules] if only is None else only
@@ -81,13 +82,15 @@ class TracedLayers(nn.Sequential):
         """Load a state dict of the model that was cut, such as pre-trained weights.
 
         Raises:
-            ValueError: a name is missing, unknown, or has another shape.
+            ValueError: a name is missing or unknown, or a tensor has another shape.
         """
         own = dict(_named_tensors(self))
         targets = {name: own[place] for name, place in self.names.items()}
         if different := sorted(targets.keys() ^ state.keys()):
             where = "missing" if different[0] in targets else "unknown to the model"
-            raise ValueError(f"{different[0]} is {where}, one of {len(different)} names; give this model's state dict")
+            raise ValueError(
+                f"{different[0]} is {where} (names that differ: {len(different)}); give this model's state dict"
+            )
         for name, tensor in targets.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(
@@ -108,8 +111,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
     parameters. They take the same inputs. Numbers that depend on the number of examples are computed from the tensors
     that travel, so micro-batches may have any size. Other input sizes that the model's code reads must be those of the
-    example. Outputs are nested like the model's, in plain tuples, lists and dicts; of a dataclass, None is left out,
-    and a single output is returned by itself.
+    example. Outputs are nested like the model's, in plain tuples, lists and dicts. A dataclass becomes a dict of the
+    entries that are not None; a single such entry is returned by itself.
 
     Args:
         model: may be in training or evaluation mode. To change the mode later, call `train` or `eval` of the layers:
@@ -121,15 +124,15 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             decides by `self.training`, are found automatically.
 
     Raises:
-        TracingError: the model's own forward decides by values that are unknown before it runs; the message names the
-            file and the line. It is a ValueError.
+        TracingError: the model's own forward cannot be recorded, such as one that decides by values that are unknown
+            before it runs; the message names the file and the line. A subclass of ValueError.
         TypeError: `leaves` is not a collection of names and types.
         ValueError: the model has no submodule of that name or type.
     """
     if is_compiled(model):
         raise TracingError(
-            f"{type(model).__name__} is compiled by torch.compile, which its layers would not be; give the model as it "
-            "was before, and call pipeline.compile()"
+            f"{type(model).__name__} is compiled by torch.compile, which its layers would not be; give the uncompiled "
+            "model, and call pipeline.compile()"
         )
     if model._backward_hooks or model._backward_pre_hooks:
         raise TracingError(
@@ -219,7 +222,7 @@ def _find_read(
     tracers: Sequence[Tracer],
     odd: Collection[nn.Module],
 ) -> set[int]:
-    """Return the sizes of an example that the model's code reads: those whose change changes what it records."""
+    """Return the sizes of an example that the model's code reads: replacing one changes what is recorded."""
 
     def is_read(size: int) -> bool:
         other = max(2, -(-_FAR // size)) * size
@@ -314,12 +317,12 @@ class _Segments:
         module = self._model.get_submodule(str(node.target).removeprefix("model."))
         return [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
 
-    def alive(self, cut: int) -> list[fx.Node]:
+    def find_alive(self, cut: int) -> list[fx.Node]:
         """Return the nodes before a cut that operations after it need."""
         made = [self._inputs, *self.operations[:cut]]
         return [node for node in made if self._last_use.get(node, -1) >= cut]
 
-    def counts(self, node: fx.Node) -> bool:
+    def needs_batch_size(self, node: fx.Node) -> bool:
         """Return whether an operation needs the number of examples."""
 
         def is_number(leaf: Any) -> bool:
@@ -343,7 +346,7 @@ class _Segments:
         graph = fx.Graph()
         payload = graph.placeholder("payload")
         made: dict[fx.Node, fx.Node] = {}
-        entered = [self._inputs] if begin == 0 else self.alive(begin)
+        entered = [self._inputs] if begin == 0 else self.find_alive(begin)
         if begin == 0:
             made[self._inputs] = graph.call_function(check_inputs, (payload, self._form, name_arguments(self._model)))
         elif len(entered) == 1:
@@ -355,9 +358,9 @@ class _Segments:
         for node in self.operations[begin:end]:
             made[node] = copy.operation(node, *self._arguments[node])
         if end == len(self.operations):
-            graph.output(copy.free(self._arguments[self._output].args[0]))
+            graph.output(copy.substitute(self._arguments[self._output].args[0]))
         else:
-            left = [made[node] if node in made else copy.attribute(node) for node in self.alive(end)]
+            left = [made[node] if node in made else copy.attribute(node) for node in self.find_alive(end)]
             graph.output(left[0] if len(left) == 1 else tuple(left))
         layer = Segment(copy.attributes, copy.temporary, graph)
         layer.training = self._model.training  # submodules keep their own modes
@@ -392,22 +395,22 @@ class _Copy:
         self.attributes: dict[str, Any] = {}
         self.temporary: list[str] = []
 
-    def free(self, arguments: Any) -> Any:
+    def substitute(self, arguments: Any) -> Any:
         """Return arguments with their counterparts in this layer."""
         if isinstance(arguments, OfBatch):
             return self._of_batch(arguments)
         if isinstance(arguments, fx.Node):
             return self._made[arguments] if arguments in self._made else self.attribute(arguments)
         if isinstance(arguments, slice):
-            return slice(*(self.free(part) for part in (arguments.start, arguments.stop, arguments.step)))
+            return slice(*(self.substitute(part) for part in (arguments.start, arguments.stop, arguments.step)))
         if isinstance(arguments, tuple | list):
             return (
-                type(arguments)(self.free(part) for part in arguments)
+                type(arguments)(self.substitute(part) for part in arguments)
                 if type(arguments) in (tuple, list)
                 else arguments
             )
         if isinstance(arguments, dict):
-            return {key: self.free(part) for key, part in arguments.items()}
+            return {key: self.substitute(part) for key, part in arguments.items()}
         if isinstance(arguments, torch.device):
             return self._own_device()
         return arguments
@@ -448,7 +451,7 @@ class _Copy:
         if node.op == "call_module":
             target = str(node.target).removeprefix("model.")
             self.attributes[target], _ = self._segments.attribute(target)
-        return self._graph.create_node(node.op, target, self.free(args), self.free(kwargs))
+        return self._graph.create_node(node.op, target, self.substitute(args), self.substitute(kwargs))
 
     def _tensors(self) -> Iterator[tuple[fx.Node, list[Tensor]]]:
         """Yield the tensors that this layer receives, and their values for each number of examples."""
@@ -502,8 +505,9 @@ def find_examples(values: Sequence[Tensor]) -> tuple[int, int] | None:
 def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Mapping[fx.Node, set[int]]) -> list[int]:
     """Return the positions among the operations at which layers begin, except the first.
 
-    A piece is cut in two where the fewest bytes are alive; among places with about as many, nearest the middle of its
-    FLOPs. No cut lies between two uses of a batch norm: its moving averages belong to one layer.
+    A piece is cut in two where the fewest bytes are alive; among places with about as few, where the fewest tensors
+    are, then nearest the middle of its FLOPs. No cut lies between two uses of a batch norm: its moving averages belong
+    to one layer.
     """
     operations = segments.operations
     uses: dict[nn.Module, list[int]] = {}
@@ -515,14 +519,14 @@ def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Map
     total = work[-1]
     crossing: dict[int, tuple[int, int]] = {}  # cut -> bytes, number of tensors
     later: set[int] = set()
-    counts = False  # whether an operation after the cut needs the number of examples
+    is_size_needed = False  # whether an operation after the cut needs the number of examples
     for cut in range(len(operations) - 1, 0, -1):
         later |= changed.get(operations[cut], set())
-        counts = counts or segments.counts(operations[cut])
-        alive = segments.alive(cut)
+        is_size_needed = is_size_needed or segments.needs_batch_size(operations[cut])
+        alive = segments.find_alive(cut)
         tensors = [segments.value(node) for node in alive]
         travels = all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors)
-        if travels and cut not in together and not (counts and not any(map(segments.has_examples, alive))):
+        if travels and cut not in together and (not is_size_needed or any(map(segments.has_examples, alive))):
             crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)
     cuts: list[int] = []
     pieces = [(0, len(operations))]

@@ -27,10 +27,10 @@ class TracedTensor(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as __dlpack__, by which C++ would read memory that does not exist
             if hasattr(type(self.value), name):
-                raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which does not exist yet"))
+                raise self.tracer.note(Undecided(f"uses {name} of a tensor, which has no data during recording"))
             raise AttributeError(name)
         if name in _OF_GRAPH or name in _OF_RUN:
-            raise self.tracer.note(Undecided(f"asks for {name} of a tensor, which depends on how the model is run"))
+            raise self.tracer.note(Undecided(f"uses {name} of a tensor, which depends on how the model is run"))
         if isinstance(self.value, dict) and name in ("keys", "values", "items"):
             entries = {key: operator.getitem(self, key) for key in self.value}
             return getattr(entries, name)

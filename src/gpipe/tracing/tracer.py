@@ -37,9 +37,9 @@ from gpipe.tracing.recording import (
     find_containers,
     find_line,
     items_of,
-    known_training,
-    refusing,
-    unchanged,
+    refuse_unsupported,
+    undo_changes,
+    watch_training,
 )
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
@@ -146,8 +146,8 @@ class Tracer(fx.Tracer):
         with self._fake:
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
-        known = known_training(self), unchanged(model), refusing(self)
-        with known[0], known[1], known[2], without_compiling(), torch.enable_grad(), preserved_generators([]):
+        patches = watch_training(self), undo_changes(model), refuse_unsupported(self)
+        with patches[0], patches[1], patches[2], without_compiling(), torch.enable_grad(), preserved_generators([]):
             return self.trace(_Call(model, example))
 
     def _describe(self, leaf: Any) -> Tensor | None:
@@ -170,7 +170,7 @@ class Tracer(fx.Tracer):
 
     @property
     def is_recording(self) -> bool:
-        """Whether code of the model is running that is recorded."""
+        """Whether the code that runs is recorded."""
         return bool(self._current) and not self._is_running
 
     def read_training(self, module: nn.Module) -> Any:
@@ -231,7 +231,8 @@ class Tracer(fx.Tracer):
                 )
         except Exception as error:
             self.note(error)
-            # The submodule becomes one operation, which hides what its code does. The model itself must not.
+            # A submodule becomes one operation, which hides what its code does. The model itself must not: nothing
+            # would be cut.
             if not (isinstance(self._raised, Whole) or name in ("", "model") or is_whole):
                 self._raised = Whole(m)
             if self._raised is not None and self._raised is not error:
