@@ -46,6 +46,6 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"file.json is no calibration \(.*\): remove it, or run plan.py calibrate=true"
+        ValueError, match=r"file.json is not a calibration \(.*\): remove it, or run plan.py calibrate=true"
     ):
         Calibration.read(path)

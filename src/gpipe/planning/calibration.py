@@ -62,7 +62,9 @@ class Calibration:
                 task_seconds=float(found["task_seconds"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no calibration ({error}): remove it, or run plan.py calibrate=true.") from None
+            raise ValueError(
+                f"{path} is not a calibration ({error}): remove it, or run plan.py calibrate=true."
+            ) from None
 
 
 def _correct(now: LayerSeconds, measured: LayerSeconds, before: LayerSeconds) -> LayerSeconds:
