@@ -35,7 +35,7 @@ class Accelerator:
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
         operation_seconds: the time that any operation takes to start.
-        starts_ahead: whether a host starts operations while earlier ones still run; otherwise each start adds to the time.
+        starts_ahead: whether a host starts operations while earlier ones run; otherwise each start adds to the time.
         hop_seconds: the latency of a message to a neighbour, besides the time of its bytes; 0 if not measured.
         task_seconds: what the engine adds to a task; 0 if the host runs ahead of its device, or if not measured.
     """
