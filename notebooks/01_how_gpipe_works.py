@@ -3,7 +3,7 @@
 #
 # A model that is too large for one device can be cut into pieces, one per device. But the pieces need each other's
 # results, so only one of them works at any moment. GPipe lets them work at the same time. This notebook shows how,
-# first on paper, then with a real network. It needs one core and less than a minute.
+# first in theory, then with a real network. It runs on one core in less than a minute.
 #
 # Terms: a model is a sequence of $L$ **layers**. Consecutive layers form $K$ **partitions**; a partition on its device
 # is a **stage**. Between two stages is a **boundary**. A **mini-batch** of $N$ examples makes one update of the
@@ -85,8 +85,8 @@ draw(
 #
 # $$\text{bubble} = \frac{K - 1}{M + K - 1},$$
 #
-# because a stage works for $M$ micro-batches, and waits for as long as $K - 1$ more would take: the first stage in the
-# middle, the last stage until the first micro-batch reaches it and after its last gradient has left.
+# because a stage works on $M$ micro-batches, and waits for as long as $K - 1$ more would take: the first stage in the
+# middle, the last stage until the first micro-batch reaches it and after it has sent its last gradient.
 #
 # A stage that keeps everything for its backward passes soon runs out of memory. **Re-materialisation** keeps only the
 # boundary input of each micro-batch, and runs the forward pass again (recompute, `R`) just before the backward pass.
@@ -95,7 +95,7 @@ draw(
 print_schedule(4, 4, Rematerialize.ALWAYS)
 
 # %% [markdown]
-# A recomputation does not need the gradient from the stage after. It therefore runs early, while the stage waits for
+# A recomputation does not need the gradient from the next stage. It therefore runs early, while the stage waits for
 # that gradient:
 
 # %%
@@ -113,7 +113,7 @@ draw(
 #
 # $$\frac{(K - 1)(F + B)}{(M + K - 1)(F + B) + M R} = \frac{K - 1}{\frac{4}{3} M + K - 1}.$$
 #
-# Both laws as lines, and simulated steps of the schedule as points:
+# Both formulas as lines, and simulated steps of the schedule as points:
 
 
 # %%
@@ -125,9 +125,9 @@ draw_all_bubbles()
 #
 # ### Less bubble than GPipe
 #
-# Half of a backward pass makes the gradients that the stage before waits for. The other half makes those of the
-# weights, for which nobody waits. Later schedules split the two and let the second half (pale) fill the gaps. With
-# GPipe's order that shortens the end of the step. ZB-H1 has the order of 1F1B. ZB-V also gives each device two stages,
+# Half of a backward pass computes the gradients that the previous stage waits for. The other half computes those of the
+# weights, which no stage waits for. Later schedules split the two and let the second half (pale) fill the gaps. With
+# GPipe's order this shortens the end of the step. ZB-H1 has the order of 1F1B. ZB-V also gives each device two stages,
 # which go down the devices and back up. Here the three parts of a micro-batch take one millisecond each:
 
 # %%
@@ -136,16 +136,16 @@ draw(simulate_split_steps(4, 8))
 # %% [markdown]
 # The gradients are the same, to the last bit. ZB-H1 and ZB-V hold no more micro-batches than 1F1B, but also what the
 # second halves still need: in the [planned example](../reproductions/bubble/README.md) the fullest device of ZB-H1
-# needs a quarter more memory without re-materialisation. In practice the parts are not equally long, and a split costs
-# some time of its own.
+# needs a quarter more memory without re-materialisation. In practice the parts are not equally long, and splitting
+# itself takes time.
 #
 # ## 3. A real pipeline
 #
-# `gpipe.Pipeline` executes the same schedule. Here one process plays all four stages in turns, on one core: nothing
+# `gpipe.Pipeline` executes the same schedule. Here one process plays all four stages in turn, on one core: nothing
 # gets faster, but we can look at everything. With one process per stage, the same tasks run in parallel.
 #
 # The model is a plain `nn.Sequential` of ten layers, with batch norm and dropout. It is built on the meta device, that
-# is, only described: the pipeline fills in the weights, each drawn from the seed and the layer's index.
+# is, only described: the pipeline fills in the weights, drawn from the seed and the layer's index.
 
 
 # %%
@@ -182,7 +182,7 @@ for stage, indices in enumerate(partition_ranges(partitions)):
     for index in indices:
         cost = costs[index]
         print(f"{stage:5}{index:7}{cost.flops / 1e6:7.1f}{cost.parameters:12,}{cost.output_bytes / 1e3:12.1f}")
-    print(f"{'':12}{sum(costs[index].flops for index in indices) / 1e6:7.1f}  together")
+    print(f"{'':12}{sum(costs[index].flops for index in indices) / 1e6:7.1f}  in total")
 
 # %% [markdown]
 # The slowest stage sets the pace of all. The layers are therefore cut by cost, here FLOPs, so that the most expensive
@@ -190,7 +190,7 @@ for stage, indices in enumerate(partition_ranges(partitions)):
 #
 # The data: 6,000 product photographs from Fashion-MNIST, which come with the package. A step takes a mini-batch and
 # leaves its gradients in `.grad`; the rest is plain PyTorch. The step's report has the loss, how long it took, and the
-# most memory that the whole process ever held.
+# peak memory of the process.
 
 # %%
 transform = evaluation_transform(28, channels=1, center_crop=1.0)
@@ -214,8 +214,8 @@ print(make_pipeline(K, M, "always").train_step(mini_batch))
 # ### The same gradients, to the last bit
 #
 # How a model is cut, and what it recomputes, must not change what it learns. It does not: every gradient and every
-# moving average of the batch norms is the same bit by bit, and so are the dropout masks. They are drawn from the seed,
-# the step, the micro-batch and the layer, whichever stage runs that layer and however often.
+# moving average of the batch norms is bitwise the same, and so are the dropout masks. They are drawn from the seed, the
+# step, the micro-batch and the layer, no matter which stage runs that layer or how often.
 
 
 # %%
@@ -236,10 +236,11 @@ for num_stages in (1, 2, 4):
         print(f"K = {num_stages}, re-materialise {mode:11}: all {len(found)} tensors equal")
 
 # %% [markdown]
-# `except_last` keeps the one micro-batch whose backward pass comes first, as recomputing it would save little memory.
+# `except_last` keeps the activations of the micro-batch whose backward pass comes first, because recomputing them would
+# save little memory.
 #
 # $M$ does matter here: batch norm normalises each micro-batch by its own statistics, and each micro-batch has its own
-# dropout masks. Without these two layers, $M$ changes nothing but the rounding of sums.
+# dropout masks. Without these two kinds of layers, $M$ changes only the rounding of sums.
 #
 # ### Training
 
@@ -260,23 +261,23 @@ assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 # %% [markdown]
 # ### When each task ran
 #
-# The pipeline can record a step. Below is a measured one, in which the stages take turns (the quickest of ten, as other
-# programs get in the way), and a simulation with the same mean time for each stage's tasks, but with four devices and
-# transfers that cost nothing.
+# The pipeline can record a step. Below is a measured one, in which the stages take turns (the fastest of ten, because
+# other programs slow some of them down), and a simulation with the same mean time for each stage's tasks, but with four
+# devices and free transfers.
 
 # %%
 recorded = [pipeline.train_step(mini_batch, record_timeline=True).timeline for _ in range(10)]
 measured = min(recorded, key=lambda timeline: timeline.makespan_seconds)
 simulated = simulate(gpipe_schedule(K, M), measured.mean_seconds())
-print(f"bubble by the law, were the stages equal: {compute_bubble(K, M, Rematerialize.ALWAYS):.1%}")
+print(f"bubble by the formula, if the stages were equal: {compute_bubble(K, M, Rematerialize.ALWAYS):.1%}")
 draw({"measured, one process plays four stages": measured, "simulated, four devices": simulated})
 
 # %% [markdown]
-# In one process the bubble has no meaning: three of four stages always wait. On four devices it differs from the law as
-# far as the stages differ in time, which FLOPs predict only roughly.
+# In one process the bubble has no meaning: three of four stages always wait. On four devices it differs from the
+# formula because the stages take different times, which FLOPs predict only roughly.
 #
-# Note the recomputations. With a device of its own, a stage recomputes early. In one process that would gain nothing,
-# so each recomputation comes right before its backward pass.
+# Note the recomputations. With its own device, a stage recomputes early. In one process that would gain nothing, so
+# each recomputation comes right before its backward pass.
 #
 # ## 4. Memory
 #
@@ -285,7 +286,7 @@ draw({"measured, one process plays four stages": measured, "simulated, four devi
 #
 # We measure it in a real step. When a stage has finished a forward pass or a recomputation, we add up the bytes of its
 # stored boundary inputs and of the tensors that autograd saved in it, if they are still alive. Memory that several of
-# them share counts once. We do not count weights, gradients, and what an operation needs only while it runs.
+# them share counts once. We do not count weights, gradients, or what an operation needs only while it runs.
 
 
 # %%
@@ -344,13 +345,13 @@ recomputed = {count: measure_held(count, "always") for count in counts}
 draw_all_held(kept, recomputed, M)
 
 # %% [markdown]
-# The right picture is the law of GPipe's peak activation memory,
+# The right picture shows the formula of GPipe's peak activation memory,
 #
 # $$O\left(N + \frac{L}{K} \times \frac{N}{M}\right).$$
 #
-# The first term is the boundary inputs of all $N$ examples: no $M$ changes them. The second is the activations of the
-# $L/K$ layers of a partition for one micro-batch of $N/M$ examples: it halves as $M$ doubles. A single device that
-# keeps everything needs $O(N \times L)$.
+# The first term is the boundary inputs of all $N$ examples, which do not depend on $M$. The second is the activations
+# of the $L/K$ layers of a partition for one micro-batch of $N/M$ examples: it halves when $M$ doubles. A single device
+# that keeps everything needs $O(N \times L)$.
 #
 # A large $M$ therefore helps twice: the bubble is smaller, and so is the memory. Re-materialisation costs one more
 # forward pass, part of which hides in the bubble.

@@ -5,9 +5,9 @@
 # shows the first in its Table 1, the second in its Tables 2 and 3. This notebook draws our numbers beside the paper's.
 # It trains nothing: every number comes from the records in [reproductions](../reproductions), or from the paper.
 #
-# The words (stage, boundary, micro-batch, re-materialisation, bubble) are those of the
-# [first notebook](01_how_gpipe_works.ipynb). A model has $K$ stages, a mini-batch $M$ micro-batches. Our numbers are of
-# three kinds, which never share a mark:
+# The [first notebook](01_how_gpipe_works.ipynb) explains the terms stage, boundary, micro-batch, re-materialisation and
+# bubble. A model has $K$ stages, a mini-batch $M$ micro-batches. There are three kinds of our numbers, each with its
+# own mark:
 #
 # | kind | what it is | bars | lines and points |
 # |---|---|---|---|
@@ -75,16 +75,16 @@ found = {
     for every in records.values()
     for record in every
 }
-show("What there is:", markdown(["experiment", "kind", "made on"], sorted(found)))
+show("The records:", markdown(["experiment", "kind", "hardware"], sorted(found)))
 
 # %% [markdown]
 # ## 1. What fits
 #
 # ### What a stage holds
 #
-# Three things take the memory of a device in a training step: **parameters** (weights, gradients and the optimiser's
-# state; with the paper's RMSProp 12 bytes per parameter), the **stash** (a boundary input for each micro-batch between
-# its forward and its backward pass), and the **activations** of the micro-batch at work, with what its operations need
+# Three things take a device's memory in a training step: **parameters** (weights, gradients and the optimiser's state;
+# with the paper's RMSProp 12 bytes per parameter), the **stash** (a boundary input for each micro-batch between its
+# forward and its backward pass), and the **activations** of the current micro-batch, with what its operations need
 # while they run. Their largest sum, the peak, must stay below the red line.
 #
 # The columns are models of Table 1 with our $M = 32$. The rows are two ways of cutting the layers into stages: the
@@ -96,7 +96,7 @@ draw_capacity()
 # %% [markdown]
 # AmoebaNet's early layers have large images and few weights, its late layers the opposite. Equal FLOPs therefore put
 # most of the weights on the last device, while the first has room to spare. A cut by memory moves layers forward until
-# all devices are about as full. The layers of a Transformer are equal: any sensible cut is the best one, and each
+# all devices are about equally full. The layers of a Transformer are equal: any sensible cut is the best one, and each
 # further device holds the same number of layers. This is why the paper's Transformers grow linearly with $K$.
 
 
@@ -107,7 +107,7 @@ peaks = [column["cuts"]["memory"]["devices"][0]["peak_bytes"] / GIB for column i
 show(
     "Planned:",
     markdown(header, map(describe_fit, columns.values())),
-    f"Re-materialisation and micro-batches help one device already. {name_column(naive)} keeps all activations of the "
+    f"Re-materialisation and micro-batches help even on one device. {name_column(naive)} keeps all activations of the "
     f"whole mini-batch: {peaks[0]:.1f} GiB by plan. {name_column(first)}, a model "
     f"{first['parameters'] / naive['parameters']:.1f} times as large, recomputes them: {peaks[1]:.1f} GiB.",
 )
@@ -115,10 +115,10 @@ show(
 # %% [markdown]
 # ### More micro-batches, less memory
 #
-# With re-materialisation only one micro-batch at a time has its activations alive. Smaller micro-batches therefore
-# need less memory, down to the stash, which holds the boundary inputs of the whole mini-batch for any $M$. The paper
-# does not give its $M$; torchgpipe's program has 128. For Transformers another choice matters as much: attention **op
-# by op** keeps matrices of tokens times tokens, **fused** attention does not.
+# With re-materialisation only one micro-batch at a time has its activations alive. Smaller micro-batches therefore need
+# less memory, down to the stash, which holds the boundary inputs of the whole mini-batch for any $M$. The paper does
+# not give its $M$; torchgpipe's program has 128. For Transformers another choice matters as much: attention **op by
+# op** (unfused) keeps matrices of tokens times tokens, **fused** attention does not.
 
 # %%
 draw_all_activations()
@@ -126,16 +126,16 @@ draw_all_activations()
 # %% [markdown]
 # With attention op by op and 16 micro-batches, the Transformers' bars meet the paper's diamonds. The paper may have
 # used these settings, but this is a guess. The paper's AmoebaNets, too, are nearest to few and large micro-batches. The
-# plans for torchgpipe's 128 are below its crosses, which are what its allocator had reserved, more than was in use at
-# once.
+# plans for torchgpipe's 128 are below its crosses. These show what its allocator had reserved, which is more than was
+# in use at once.
 #
 # ### Schedules
 #
-# GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** begins a micro-batch's backward
-# pass as soon as it can, so that stage $k$ never holds more than $K - k$ micro-batches. **Interleaved** 1F1B also gives
-# each device several shorter stages. With two, the bubble of equal stages halves, and the transfers double.
-# **split_gpipe**, **zb_h1** and **zb_v** split backward passes, see the first notebook. A plan for Transformer-48 on
-# eight devices of 16 GB, with 32 micro-batches of one sequence:
+# GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** starts a micro-batch's backward
+# pass as soon as it can, so stage $k$ never holds more than $K - k$ micro-batches. **Interleaved** 1F1B also gives each
+# device several shorter stages. With two, the bubble of equal stages halves, and the transfers double. **split_gpipe**,
+# **zb_h1** and **zb_v** split backward passes, see the first notebook. These are plans for Transformer-48 on eight
+# devices of 16 GB, with 32 micro-batches of one sequence:
 
 # %%
 draw_schedules()
@@ -148,8 +148,8 @@ draw_schedules()
 #
 # ### Can the plan be trusted?
 #
-# We made real steps of two small models on the CPU, for all modes of re-materialisation, six schedules and several $K$.
-# Each change of the allocator counts for the stage at work. A point is a stage.
+# We ran real steps of two small models on the CPU, for all modes of re-materialisation, six schedules and several $K$.
+# Each allocation is attributed to the stage at work. A point is a stage.
 
 # %%
 off = draw_deviations_of_plans()
@@ -163,27 +163,27 @@ show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, a
 #
 # ### Speed-up with stages and micro-batches
 #
-# The paper's Table 2 has the throughput of AmoebaNet-D (18,256) and Transformer-48 on TPUs, each over its own
+# The paper's Table 2 has the throughput of AmoebaNet-D (18,256) and Transformer-48 on TPUs, each relative to its own
 # $K = 2$, $M = 1$. Its batch sizes are unknown. Ours are the largest micro-batches that fit, by our plan.
 #
 # The dotted lines are arithmetic. Let a stage need one unit of time for a micro-batch's forward pass, one for its
 # recomputation and two for its backward pass: $4M$ units of work in a step. If recomputation had to wait like the rest,
-# the step would take $4 (M + K - 1)$ units, which is $(M + K - 1)/M$ times the work: the **bubble law**. As
-# recomputation runs early, while a stage waits for a gradient, the step takes $4M + 3(K - 1)$ units.
+# the step would take $4 (M + K - 1)$ units, which is $(M + K - 1)/M$ times the work: the **bubble law**. But
+# recomputation runs early, while a stage waits for a gradient, so the step takes $4M + 3(K - 1)$ units.
 
 
 # %%
 draw_table2()
 
 # %% [markdown]
-# With one micro-batch, more stages gain next to nothing: one works, the others wait. With $M = 32$ the Transformer
+# With one micro-batch, more stages gain almost nothing: one works, the others wait. With $M = 32$ the Transformer
 # follows the law, on the paper's TPUs as in our plans. With $M = 4$ the paper is above what the law allows for any
-# GPipe schedule if a sequence takes as long for every $K$; we do not know why.
+# GPipe schedule if a sequence takes the same time for every $K$; we do not know why.
 #
-# AmoebaNet falls short of the law, as its layers differ. How far depends on the cut: by the seconds of the layers it
-# comes near torchgpipe's crosses, by their FLOPs nearer to the paper's diamonds. How many of a model's speed-ups are
-# within 20 % of the paper's, without the base, which is 1 by definition (one by one in [Table
-# 2](../reproductions/table2_throughput/README.md)):
+# AmoebaNet falls short of the law, because its layers differ. How far depends on the cut: by the seconds of the layers
+# it comes near torchgpipe's crosses, by their FLOPs nearer to the paper's diamonds. This table counts the speed-ups of
+# a model that are within 20 % of the paper's, without the base, which is 1 by definition. [Table
+# 2](../reproductions/table2_throughput/README.md) lists each of them.
 
 
 # %%
@@ -204,9 +204,9 @@ show(
 # %% [markdown]
 # ### Where a step's time goes
 #
-# A step's time, shared out: **computing** is what a single device would do as well, and all the rest is the price of
-# the pipeline. **Bubble** is the wait that equal stages would still have, **imbalance** what unequal ones add. The
-# black ticks are the formula $(K-1)/(M+K-1)$: the bubble stays below them, because recomputation runs early.
+# Shares of a step's time. **Computing** is what a single device would do as well; everything else is the price of the
+# pipeline. **Bubble** is the wait that equal stages would still have, **imbalance** what unequal ones add. The black
+# ticks are the formula $(K-1)/(M+K-1)$: the bubble stays below them, because recomputation runs early.
 
 # %%
 if simulated:
@@ -216,7 +216,7 @@ else:
 
 # %% [markdown]
 # More micro-batches shrink the bubble. The rest is imbalance, which a better cut shrinks. Recomputation is the price
-# of the memory in section 1. Transfers hardly count here. The next figure looks for links where they do.
+# of the memory in section 1. Transfers hardly count here. The next figure has slower links.
 #
 # ### Slow links
 #
@@ -234,9 +234,9 @@ for model in slow:
 # %% [markdown]
 # ### Which batch?
 #
-# A speed-up depends on what is kept the same. The mini-batch may **grow** with $M$ (all micro-batches have 4
-# examples), be **equal** for every $M$ (so that micro-batches shrink), or be as large as **fits**. The paper does not
-# say what it did; torchgpipe's batch differs for every $K$ and $M$. Simulated, for $M = 32$:
+# A speed-up depends on what is held fixed. The mini-batch may **grow** with $M$ (all micro-batches have 4 examples), be
+# **equal** for every $M$ (so micro-batches shrink), or be as large as **fits**. The paper does not say what it did;
+# torchgpipe's batch differs for every $K$ and $M$. Simulated, for $M = 32$:
 
 # %%
 if simulated:
@@ -244,14 +244,14 @@ if simulated:
 
 # %% [markdown]
 # The three differ little here, because a CPU core is about as fast on small micro-batches as on large ones, and the
-# simulation has such a core's seconds. On a GPU or a TPU small micro-batches cost more.
+# simulation uses such a core's seconds. On a GPU or a TPU small micro-batches cost more.
 #
 # ### Measured, on two cores
 #
 # All speeds so far are planned or simulated. These are measured: small models in one process per stage, with one core
 # each. The bars compare one stage with two; the ticks are the speeds that the law with early recomputation predicts
-# from one stage. Why a pair with $M = 1$ may exceed them is said on [the page of
-# Table 2](../reproductions/table2_throughput/README.md#small-models-measured).
+# from one stage. [The page of Table 2](../reproductions/table2_throughput/README.md#small-models-measured) explains why
+# a pair with $M = 1$ may exceed them.
 
 
 # %%
@@ -270,8 +270,8 @@ else:
 #
 # Finally, the timeline of a real step of each small model, with two stages on two cores and eight micro-batches. Above
 # is the **measured** step; below is the **simulated** one: the same schedule, each stage's mean seconds for a forward
-# pass, a recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is
-# shown, because other programs can only slow a step down.
+# pass, a recomputation and a backward pass, and free transfers. The fastest of several steps is shown, because other
+# programs can only slow a step down.
 
 # %%
 steps: dict[str, Record] = {}
@@ -290,17 +290,17 @@ if not steps:
 
 # %% [markdown]
 # The order of the tasks is that of the first notebook: all forward passes, then the backward passes in reverse, and
-# recomputation early, where a stage waits for a gradient anyway. Both models were cut by FLOPs. For the Transformer
-# these tell the seconds well. AmoebaNet's early layers have few FLOPs for the seconds that they take, so that its first
+# recomputation early, while a stage waits for a gradient anyway. Both models were cut by FLOPs. For the Transformer
+# these predict the seconds well. AmoebaNet's early layers have few FLOPs for the seconds that they take, so its first
 # stage sets the pace and the second one waits for it. That is the imbalance of section 2.
 #
-# A task much longer than its neighbours was interrupted by another program on these two cores. The simulation has each
-# stage's mean, and spreads such a moment over all its tasks.
+# A task much longer than its neighbours was interrupted by another program on these two cores. The simulation uses each
+# stage's mean, so it spreads such an interruption over all tasks of the stage.
 #
 # ## Where to go next
 #
 # `python plan.py` plans your own model before you launch anything. The pages of the reproductions have the commands,
-# the whole tables, and where we depart from the paper: [Table 1](../reproductions/table1_model_size/README.md), [Table
+# the full tables, and our departures from the paper: [Table 1](../reproductions/table1_model_size/README.md), [Table
 # 2](../reproductions/table2_throughput/README.md), [Table 3](../reproductions/table3_slow_links/README.md), [the
 # bubble](../reproductions/bubble/README.md). Records of new runs go to `runs.jsonl` there. Execute this notebook again
 # to see them in the pictures.

@@ -6,12 +6,12 @@
 # trains nothing: every number below comes from the records and from `paper.csv` in
 # [reproductions/table4_imagenet_and_transfer](../reproductions/table4_imagenet_and_transfer).
 #
-# Terms: **top-1** is the share of the test images whose first guess is right. **Pre-training** begins with random
-# weights; so does training **from scratch**. **Fine-tuning** begins with the weights of a pre-trained model, except
-# for the last layer, which is drawn anew for the new classes.
+# Terms: **top-1** is the share of test images for which the model's first guess is right. **Pre-training** starts from
+# random weights; so does training **from scratch**. **Fine-tuning** starts from the weights of a pre-trained model,
+# except for the last layer, which is initialised anew for the new classes.
 #
-# A record states the kind of its numbers, and each kind has its own mark. The paper's numbers are open diamonds,
-# measured numbers are filled, planned ones are hatched, and anything we did not run is labelled "not run".
+# Each kind of number has its own mark. The paper's numbers are open diamonds, measured numbers are filled, planned ones
+# are hatched, and anything we did not run is labelled "not run".
 
 # %%
 import sys
@@ -59,15 +59,15 @@ found: dict[tuple[str, str], list[str]] = {}
 for record in records:
     found.setdefault((record.experiment, record.kind), []).append(data_of(record))
 rows = [[name, ", ".join(sorted({*sets})), kind, str(len(sets))] for (name, kind), sets in sorted(found.items())]
-show("What there is:", markdown(["experiment", "data sets", "kind", "records"], rows) if rows else "No record yet.")
+show("The records:", markdown(["experiment", "data sets", "kind", "records"], rows) if rows else "No record yet.")
 
 # %% [markdown]
 # ## 1. Table 4 of the paper
 #
-# The paper's model is AmoebaNet-B (18,512), cut into four partitions, for images of 480 px. Our number stands here
-# only if its settings equal those of the paper-scale experiment; a transfer must also be fine-tuned. The program
+# The paper's model is AmoebaNet-B (18,512), cut into four partitions, for images of 480 px. A number of ours appears
+# here only if its settings equal those of the paper-scale experiment; a transfer must also be fine-tuned. The program
 # compares all settings except the data set, the seed, the initial weights and the machine. The smaller runs further
-# down never enter this picture.
+# down are not in this picture.
 
 
 # %%
@@ -79,25 +79,25 @@ missing = {row["data"]: explain_not_run(row["data"]) for row in paper if not pap
 show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} data sets.", *describe_missing(missing))
 
 # %% [markdown]
-# "Deviation" is the sample standard deviation over the runs. Each verdict follows from
-# [the stated test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap over runs and test images of how
-# far our accuracy is above the paper's less half a point.
+# "Deviation" is the sample standard deviation over the runs. Each verdict follows from [the stated
+# test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap, over runs and test images, of how far our
+# accuracy is above the paper's minus half a point.
 #
-# These two commands make the missing runs, the second one all seven transfers with five seeds each. Section 5 shows
+# These two commands do the missing runs, the second one all seven transfers with five seeds each. Section 5 shows
 # their cost.
 #
 #     python train.py +experiment=amoebanet_imagenet data.root=<folder of ImageNet>
 #     python train.py -m +experiment=transfer_table data.root=<folder of the data sets> init_from=<run of the first>
 #
-# ## 2. How the trainings went
+# ## 2. Training curves
 #
-# After each epoch, or every few, a run evaluates its model on the test images, with the moving averages of its weights.
-# The left pictures show that. The right ones show the loss on the training images: each point is the mean over the
-# steps since the previous point. If a training has several seeds, the line is their mean, and the band is one standard
-# deviation to each side.
+# After every epoch, or every few, a run evaluates its model on the test images, with the moving averages of its
+# weights. The left pictures show this accuracy. The right ones show the loss on the training images: each point is the
+# mean over the steps since the previous point. If a training has several seeds, the line is their mean, and the band is
+# one standard deviation to each side.
 #
 # The training loss has a floor. With label smoothing, a share $\varepsilon$ of each target is spread over all $C$
-# classes, and even a model that never errs is left with the entropy of such a target,
+# classes, and even the loss of a perfect model is at least the entropy of such a target,
 #
 # $$-\left(1 - \varepsilon + \tfrac{\varepsilon}{C}\right) \ln\left(1 - \varepsilon + \tfrac{\varepsilon}{C}\right)
 # - (C - 1)\, \tfrac{\varepsilon}{C} \ln \tfrac{\varepsilon}{C}.$$
@@ -123,7 +123,7 @@ others = [run for run in measured if run.experiment not in studied]
 bare = [run for run in others if not run.results.get("curve")]
 show(
     *(describe_training(runs) for runs in trainings),
-    f"On record, what sections 3 and 4 show apart: {format_count(others)}, {len(bare)} of them without a curve.",
+    f"On record, without those of sections 3 and 4: {format_count(others)}, {len(bare)} of them without a curve.",
     image_runs(measured) if others else "",
 )
 
@@ -132,8 +132,8 @@ show(
 #
 # **Question:** does pre-training help, with all images of another set and with few? **Method:** a small AmoebaNet-B is
 # pre-trained on photographs of clothes, then fine-tuned on handwritten digits. Beside it, the same model learns the
-# digits from scratch, with the same steps and seeds, so that each seed makes a pair. The settings are the same but for
-# the learning rate, which 100 other images choose for each start. This is the paper's path with small data. It says
+# digits from scratch, with the same steps and seeds, so that each seed makes a pair. The settings are the same except
+# for the learning rate, which 100 other images choose for each start. This follows the paper with small data. It says
 # nothing about the paper's numbers. The first table has the budget and the tuning of each study.
 
 
@@ -152,8 +152,9 @@ else:
     show(f"Not run: `{PRE_TRAINING}`, then `{TRANSFERS} init_from=<its run>` and `{TRANSFERS} init_from=null`.")
 
 # %% [markdown]
-# The last column of a start is how far its accuracy rises from half of the steps to all, with its interval: a wide one
-# proves no convergence. A gain is a difference of two rows, in points of top-1; its verdict is that after all steps.
+# The last column of a start is how far its accuracy rises from half of the steps to all, with its interval; a wide
+# interval does not prove convergence. A gain is the difference of two rows, in points of top-1. Its verdict is the one
+# after all steps.
 
 # %%
 show(transfer_steps(records))
@@ -168,11 +169,11 @@ show_answers(claims(records, paper), "pre-training helps")
 #
 # ## 4. Accuracy against size, at the scale of a laptop
 #
-# **Question:** are larger models more accurate, and better when transferred? The paper's figure 1(a) shows that among
-# models of several families. **Method:** five sizes of one family learn the photographs of clothes, each at the
-# learning rate that is best on images that are kept for it, and are then fine-tuned on 100 handwritten digits. The
-# axis of parameters is logarithmic; a point is a seed, and a bar the mean and a deviation to each side. For each seed,
-# a line through its five accuracies has a slope; the verdict is over seeds.
+# **Question:** are larger models more accurate, also after a transfer? The paper's figure 1(a) shows this among models
+# of several families. **Method:** five sizes of one family learn the photographs of clothes, each at the learning rate
+# that is best on held-out images, and are then fine-tuned on 100 handwritten digits. The axis of parameters is
+# logarithmic; a point is a seed, and a bar shows the mean and one deviation to each side. The gain of a seed is the
+# slope of a line through its five accuracies; the verdict is over seeds.
 
 # %%
 sizes = {images: by_size for images, name in TRAINED.items() if (by_size := tuned_sizes(measured, name))}
@@ -184,17 +185,17 @@ else:
     show(f"Not run: `{PROGRAM}`.")
 
 # %% [markdown]
-# **What would change the answer:** larger models than a laptop trains, and more steps. Here a large and a small model
-# see equally many images, five times each.
+# **What would change the answer:** larger models than a laptop can train, and more steps. Here all models see the same
+# number of images, five times each.
 #
 # ## 5. What the paper's runs would cost
 #
 # **Planned, not measured.** The floating-point operations of an image's forward pass are counted on a description of
 # the model, without weights. A training step takes a multiple of them: forward, recomputation, and a backward of twice
-# the forward. An accelerator-day is a day of one accelerator at a speed that we assume.
+# the forward. An accelerator-day is one day of one accelerator at an assumed speed.
 
 # %%
-RUNS_OF_A_TRANSFER = 5  # the paper's accuracies are the mean of so many (section 4)
+RUNS_OF_A_TRANSFER = 5  # the paper's accuracies are means of five runs (section 4)
 plans = [record for record in records if record.kind == "planned" and record.experiment == "table4_cost"]
 if plans:
     plan = max(plans, key=lambda record: record.date)
@@ -213,6 +214,6 @@ show(table4_cost(plans))
 # %% [markdown]
 # ## Where to go next
 #
-# The reproduction's [README](../reproductions/table4_imagenet_and_transfer/README.md) has the commands, and where our
-# recipe departs from the paper or fills what it leaves open. The record of a new run goes to `runs.jsonl` there.
+# The reproduction's [README](../reproductions/table4_imagenet_and_transfer/README.md) has the commands, our departures
+# from the paper, and our choices where it leaves something open. The record of a new run goes to `runs.jsonl` there.
 # Execute this notebook again to see the run in the pictures.

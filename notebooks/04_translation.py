@@ -2,7 +2,7 @@
 # # One model for 102 languages
 #
 # The paper's second experiment is translation: one Transformer learns to translate 102 languages into English, and is
-# better than one model per language, above all where there is little text. This notebook shows our runs at laptop
+# better than one model per language, most of all for languages with little text. This notebook shows our runs at laptop
 # scale. It trains nothing: every number below comes from the records and from `paper.csv` in
 # [reproductions/figure3_multilingual](../reproductions/figure3_multilingual) and
 # [reproductions/table5_batch_size](../reproductions/table5_batch_size).
@@ -70,7 +70,7 @@ found: dict[tuple[str, str], int] = {}
 for record in (*records, *batch_records):
     found[record.experiment, record.kind] = found.get((record.experiment, record.kind), 0) + 1
 rows = [[name, kind, str(number)] for (name, kind), number in sorted(found.items())]
-show("What there is:", markdown(["experiment", "kind", "records"], rows) if rows else "No record yet.")
+show("The records:", markdown(["experiment", "kind", "records"], rows) if rows else "No record yet.")
 
 # %% [markdown]
 # ## 1. The paper's models
@@ -87,13 +87,12 @@ show(figure3_models(records, paper))
 # %% [markdown]
 # ## 2. Multilingual against bilingual
 #
-# Our corpus is the one that comes with the package: sentences of user interfaces and of the Universal Declaration of
-# Human Rights, in 102 languages. One small model learns them all. Models of the same size learn one language each: the
-# half of the languages with the fewest sentences, and seven others. Every model is evaluated at its least validation
-# loss.
+# Our corpus comes with the package: sentences of user interfaces and of the Universal Declaration of Human Rights, in
+# 102 languages. One small model learns them all. Models of the same size learn one language each: the half of the
+# languages with the fewest sentences, and seven others. Every model is evaluated at its lowest validation loss.
 #
-# **Question:** is the multilingual model better, and most so where there is little text? **Method:** models of the same
-# seed are compared, language by language.
+# **Question:** is the multilingual model better, most of all for languages with little text? **Method:** models of the
+# same seed are compared, language by language.
 #
 # A point is a language: the mean over its seeds. The number of training pairs grows to the right. The table has the
 # budget, the tuning and the test items of this study and the next two.
@@ -127,9 +126,9 @@ show(figure3_gain(records))
 
 # %% [markdown]
 # The pictures show the gain: the multilingual model's score minus the bilingual model's, and for the loss the other way
-# round. A filled point is a language with 50 test sentences or more, an open one has fewer. The line is that of least
+# round. A filled point is a language with 50 test sentences or more, an open one has fewer. The line is fitted by least
 # squares over the logarithm of the number of pairs; the band is its 95 % interval over seeds and languages. The dotted
-# line marks where the gain changes sign. An interval that contains zero decides nothing there. Languages with the same
+# line marks where the gain changes sign. Where the band contains zero, nothing is decided. Languages with the same
 # English lines have a point each, but the line, its band and every mean count them as one.
 #
 # The first table below is over all these languages. The second leaves out those with few test sentences, which are
@@ -149,22 +148,22 @@ show_answers(claims(records, paper), "one model of 102 languages")
 # Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict) over seeds and
 # languages; its 95 % interval stands beside it. The languages of this comparison have far fewer pairs than the paper's,
 # which have ten thousand or more, and they share many of their English sentences. That helps a multilingual model more
-# than the paper's data would. The test sentences are shared, too: what they favour by chance is in no interval. The
-# README has one row per language.
+# than the paper's data would. The test sentences are shared, too, and no interval includes what they favour by chance.
+# The README has one row per language.
 #
 # **What would change the answer:** more seeds, longer trainings of the bilingual models, some of which still improved
 # at their last step, and languages with more text, where the paper's gain ends.
 #
 # ## 3. Deep or wide
 #
-# **Question:** of models of equal size, are deep ones better where text is scarce, and as good where there is more?
-# **Method:** five shapes of equal size, from one layer with 16 heads to 16 layers with one, learn all languages. The
-# first seed of each chooses its learning rate on the validation set; the other seeds then learn at that rate. The
-# answer is the slope of a line through the five depths, seed by seed and language by language.
+# **Question:** of models of equal size, are deep ones better for languages with little text, and as good for the
+# others? **Method:** five shapes of equal size, from one layer with 16 heads to 16 layers with one, learn all
+# languages. The first seed of each chooses its learning rate on the validation set; the other seeds then learn at that
+# rate. The answer is the slope of a line through the five depths, seed by seed and language by language.
 #
 # A point is a seed, a line the mean over the seeds. "High" are the languages with many training pairs, "low" the other
 # half, each without the languages that have few test sentences. The last column of the table leaves out a model whose
-# training is unfinished: its least loss is that at the limit of steps, with every seed.
+# training is unfinished: its lowest loss is that at the limit of steps, with every seed.
 
 # %%
 for (data, _), depths in models_by_depth(records).items():
@@ -173,17 +172,18 @@ show(deep_or_wide(records))
 show_answers(claims(records, paper), "deep beats wide")
 
 # %% [markdown]
-# **What would change the answer:** text enough for the scores to be high, and dropout tuned for each depth.
+# **What would change the answer:** enough text for high scores, and dropout tuned for each depth.
 #
 # ## 4. Sixty-four layers, twice
 #
 # **Question:** very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers,
 # and clips the logits. Is there a learning rate at which these two decide whether a deep model trains? **Method:** 64 +
-# 64 narrow layers with both measures and with neither at several learning rates, at the first of them with one too.
+# 64 narrow layers are trained with both measures and with neither at several learning rates, and at the first rate also
+# with one.
 #
 # Left: the training loss without label smoothing, means over ten or more steps. Right: the largest gradient norm in
 # these steps, before it was clipped. A line is a seed; a cross is where a training diverged. Lines with clipped logits
-# are wide: where no logit ever reached the limit, a thin line lies on a wide one.
+# are wide: if no logit ever reached the limit, a thin line lies on a wide one.
 
 # %%
 for setting, ways in deep_trainings(records).items():
@@ -203,10 +203,10 @@ show_answers(claims(records, paper), "let deep models train")
 #
 # ## 5. Larger mini-batches
 #
-# **Question:** the paper's Table 5 says of German to English that the larger the mini-batch, the better. Does a larger
-# one help through its further text alone, or also with the same text in fewer steps? The paper does not say what it
-# held fixed. **Method:** two studies on all languages, with the steps fixed and with the examples fixed, at a smaller
-# scale, and therefore with a picture of their own. A point is a seed of the first study.
+# **Question:** by the paper's Table 5, larger mini-batches are better for German to English. Does a larger one help
+# only because it sees more text, or also with the same text in fewer steps? The paper does not say what it held fixed.
+# **Method:** two studies on all languages, with the steps fixed and with the examples fixed, at a smaller scale, and
+# therefore in a separate picture. A point is a seed of the first study.
 
 
 # %%
@@ -220,13 +220,13 @@ show("With the number of examples fixed:", batch_sizes.table5_examples(batch_rec
 show_answers(batch_sizes.claims(batch_records, batch_paper), "larger mini-batches")
 
 # %% [markdown]
-# **What would change the answer:** a learning rate tuned for each mini-batch. With the examples fixed, a schedule of
-# the learning rate for each number of steps may be worth more than the mini-batch.
+# **What would change the answer:** a learning rate tuned for each mini-batch. With the examples fixed, a learning-rate
+# schedule for each number of steps may matter more than the mini-batch.
 
 # %% [markdown]
 # ## Where to go next
 #
-# The READMEs of [figure 3](../reproductions/figure3_multilingual/README.md) and
-# [Table 5](../reproductions/table5_batch_size/README.md) have the commands, the verdicts, and where our recipe departs
-# from the paper or fills what it leaves open. The record of a new run goes to `runs.jsonl` there. Execute this notebook
+# The READMEs of [figure 3](../reproductions/figure3_multilingual/README.md) and [Table
+# 5](../reproductions/table5_batch_size/README.md) have the commands, the verdicts, our departures from the paper, and
+# our choices where it leaves something open. The record of a new run goes to `runs.jsonl` there. Execute this notebook
 # again to see the run in the pictures.

@@ -113,7 +113,7 @@ def draw_curve(
 
 
 def compute_loss_floor(run: Record) -> float:
-    """Return the least loss that the label smoothing of a training allows; 0 without smoothing."""
+    """Return the lowest loss that the label smoothing of a training allows; 0 without smoothing."""
     share, num_classes = run.config["trainer"]["label_smoothing"], run.config["data"]["num_classes"]
     right, wrong = 1 - share + share / num_classes, share / num_classes
     return -right * log(right) - ((num_classes - 1) * wrong * log(wrong) if wrong else 0)

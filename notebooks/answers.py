@@ -1,4 +1,4 @@
-"""What the records answer to a question of a notebook."""
+"""The answers of the records to the questions of the notebooks."""
 
 from collections.abc import Iterable
 

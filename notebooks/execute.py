@@ -3,8 +3,8 @@
     python notebooks/execute.py                                  # all
     python notebooks/execute.py notebooks/01_how_gpipe_works.py  # one
 
-A script is the source, in jupytext's percent format; the .ipynb is there to be read. What would differ from one
-execution to the next without a reason, such as times and random names, is left out.
+A script is the source, in jupytext's percent format; the .ipynb is for reading. What would differ between executions
+without a reason, such as times and random names, is left out.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def execute(script: Path) -> NotebookNode:
     notebook = read_script(script)
     resources = {"metadata": {"path": str(FOLDER)}}
     with TemporaryDirectory() as folder:
-        # Sockets in the file system: the kernel can be reached by nobody else, and needs no free port.
+        # Sockets in the file system: nobody else can reach the kernel, and it needs no free port.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         NotebookClient(notebook, config=config, resources=resources, **CLIENT).execute()
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
@@ -72,14 +72,14 @@ def execute(script: Path) -> NotebookNode:
 
 
 def shorten(picture: str) -> str:
-    """Round the coordinates of an SVG to a tenth of a point, and write in fewer characters what looks the same."""
+    """Round the coordinates of an SVG to a tenth of a point, and shorten it without changing how it looks."""
     for pattern, shorter in _SHORTER:
         picture = pattern.sub(shorter, picture)
     return _TAG.sub(_shorten_tag, picture)
 
 
 def _shorten_tag(tag: re.Match[str]) -> str:
-    """Round the numbers of a tag, and quote with a single quote, of which JSON makes no two characters."""
+    """Round the numbers of a tag, and use single quotes, which JSON does not escape."""
     return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.1f}", tag[0]).replace('"', "'")
 
 

@@ -278,7 +278,7 @@ def describe_step(record: Record, timelines: Mapping[str, Timeline]) -> str:
         f"Layers per stage: {', '.join(map(str, record.results['partitions']))}. The stages worked "
         f"{' and '.join(busy)} ms, {recomputed:.0%} of it recomputing. The measured step is {off:+.1%} off "
         f"the simulated one. Bubble: {equal:.1%} if the stages were equal, {again.bubble:.1%} simulated, "
-        f"{step.bubble:.1%} measured. The quickest of {record.results['num_runs']} runs."
+        f"{step.bubble:.1%} measured. The fastest of {record.results['num_runs']} runs."
     )
 
 

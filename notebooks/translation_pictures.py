@@ -78,7 +78,7 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
         return
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
+        axes, ("loss", "chrf"), ("lowest loss, nats per token", "chrF of the test set"), strict=True
     ):
         draw_languages(axis, average_by_language(many, figure), average_by_language(one, figure), pairs)
         axis.set_ylabel(label)
@@ -203,7 +203,7 @@ def draw_depths(data: str, depths: Mapping[int, Mapping[int, Trained]], groups: 
     """Draw loss and scores against the number of layers, by group of languages of a data set."""
     same = find_same(records, data)
     _, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
-    labels = {"loss": "least loss, nats per token", "chrf": "chrF of the test set", "bleu": "BLEU of the test set"}
+    labels = {"loss": "lowest loss, nats per token", "chrf": "chrF of the test set", "bleu": "BLEU of the test set"}
     for axis, (figure, label) in zip(axes, labels.items(), strict=True):
         for group, side, color, marker in GROUPS:
             means = []
