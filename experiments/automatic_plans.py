@@ -2,7 +2,7 @@
 
     python -m experiments.automatic_plans
 
-Each search is a whole command, in a process of its own. The figures are medians of wall-clock seconds. Three minutes on
+Each search is a whole command, in its own process. Results are medians of wall-clock seconds. Three minutes on
 two idle cores.
 """
 

@@ -4,9 +4,9 @@
 
 Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. With
 --device cuda each has a GPU, and on one GPU one process trains all layers. Three ways to save take turns while training
-continues. All flush their files to the disk; ours also hashes them. A process stands still during a call that saves, or
-that waits for a save before an update. The slower process counts, and the median over the rounds. Five minutes, and
-3 GB of disk.
+continues. All flush their files to the disk; ours also hashes them. Training is paused during a call that saves, or
+that waits for a save before an update. The slower process counts, and the median over the rounds. Five minutes, and 3
+GB of disk.
 """
 
 from __future__ import annotations

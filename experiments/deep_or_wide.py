@@ -2,10 +2,10 @@
 
     python -m experiments.deep_or_wide --record
 
-For each model, seed 0 tries learning rates, which are judged by the least loss on the validation set: a rate and its
-two neighbours, then further ones as long as the best is at an end. The best rate trains the other seeds, and all five
-translate the test set greedily. Each core trains one model at a time. The runs are in runs/deep_or_wide: the same
-command goes on from what is there. About five hours on two cores.
+For each model, seed 0 tries learning rates, which are judged by the lowest loss on the validation set: a rate and its
+two neighbours, then further ones while the best is at an end of the range. The other seeds are trained at the best
+rate, and all five translate the test set greedily. Each core trains one model at a time. The runs are in
+runs/deep_or_wide, and the same command continues from there. About five hours on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEEDS = (0, 1, 2, 3, 4)
 
 
 def score(run: Record) -> float:
-    """Return the least loss of a run, negative: the higher the better."""
+    """Return the lowest loss of a run, negative: the higher the better."""
     loss = Trained(run, {}).best("loss")
     assert loss is not None, "a run that ended has been evaluated"
     return -loss
@@ -44,7 +44,7 @@ def train_model(name: str) -> list[Record]:
 
 
 def score_translations(run: Path, beam: int, split: str = "test", languages: Sequence[str] = ()) -> Record:
-    """Translate and score a split with the weights of a run's least loss, unless that has been done."""
+    """Translate and score a split with the weights of a run's lowest loss, unless that has been done."""
     path = ROOT / run / "scores" / f"{split}_beam_{beam}.jsonl"
     if not path.exists():
         words = [*scoring_words(run, beam, split, languages), "--record", str(path)]

@@ -2,8 +2,8 @@
 
     python -m experiments.device_threads
 
-AmoebaNet-D on images so small that GPUs wait for their launches, a stage per GPU, on four GPUs at most. Two pipelines
-of the same layers take turns of three steps. Needs two GPUs and two minutes.
+AmoebaNet-D on images so small that GPUs wait for launches, one stage per GPU, on at most four GPUs. Two pipelines of
+the same layers take turns, three steps each. Needs two GPUs and two minutes.
 """
 
 from __future__ import annotations

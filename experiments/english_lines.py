@@ -2,8 +2,8 @@
 
     python -m experiments.english_lines
 
-Finds the languages whose English lines are the same in every split. Lists the English lines that models are validated
-and tested on, by language, as numbers: the sentences that training leaves out as too long are left out. Seconds.
+Finds the languages whose English lines are the same in every split. Lists, by language, the numbers of the English
+lines that models are validated and tested on, without the sentences that training skips as too long. Seconds.
 """
 
 from __future__ import annotations

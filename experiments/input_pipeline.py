@@ -4,7 +4,7 @@
 
 Both read the same JPEG files, which have about the dimensions and the bytes of ImageNet's. Both use the same recipe:
 random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one epoch each, with one thread per process.
-The figures are medians; the ratio is the median over pairs. Two minutes.
+Speeds are medians; the ratio is the median over pairs. Two minutes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m experiments.launching_threads
 
-Each worker runs the layers of an AmoebaNet of its own, on images so small that most of the time is Python and torch's
-dispatch, as where a GPU waits for its launches. One worker, two threads and two processes take turns. Needs two cores
-and a minute.
+Each worker runs the layers of its own AmoebaNet, on images so small that Python and torch's dispatcher take most of the
+time, as when a GPU waits for launches. One worker, two threads and two processes take turns. Needs two cores and a
+minute.
 """
 
 from __future__ import annotations

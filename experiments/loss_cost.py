@@ -1,11 +1,11 @@
-"""Count and measure what a loss over a large vocabulary takes: in one pass, and by torch's operations one by one.
+"""Count and measure the cost of a loss over a large vocabulary: in one pass, and by torch's separate operations.
 
     python -m experiments.loss_cost
 
-A micro-batch of translation in training: the loss with smoothed labels, the likelihood, the accuracy, and the clipped
-logits; and one of an evaluation. The bytes are counted on tensors without data, for 4,096 tokens and a vocabulary of
-64,000. The seconds are of one core, with a tenth of the tokens: both ways take turns, and the ratio is the median over
-the pairs. Two minutes.
+A micro-batch of translation in training, with the loss with smoothed labels, the likelihood, the accuracy and the
+clipped logits, and one of an evaluation. The bytes are counted on tensors without data, for 4,096 tokens and a
+vocabulary of 64,000. The seconds are measured on one core, with a tenth of the tokens: both ways take turns, and the
+ratio is the median over the pairs. Two minutes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train AmoebaNets of five sizes and transfer them: accuracy against size, as the paper's figure 1(a) shows it.
+"""Train AmoebaNets of five sizes and transfer them: accuracy against size, as in the paper's figure 1(a).
 
     python -m experiments.model_size --record
 
-For each size, seed 0 tries learning rates, which are judged on images that are kept for it: a rate and its two
-neighbours, then further ones as long as the best is at an end. The best rate trains the other seeds. Each model is then
+For each size, seed 0 tries learning rates, which are judged on held-out images: a rate and its two neighbours, then
+further ones while the best is at an end of the range. The other seeds are trained at the best rate. Each model is then
 fine-tuned on 100 handwritten digits, with a rate chosen in the same way. Each core trains one size at a time. The runs
-are in runs/model_size: the same command goes on from what is there. An hour on two cores.
+are in runs/model_size, and the same command continues from there. An hour on two cores.
 """
 
 from __future__ import annotations

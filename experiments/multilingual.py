@@ -2,14 +2,14 @@
 
     python -m experiments.multilingual --record
 
-Both kinds try learning rates, then dropouts: a value and its two neighbours, then further ones as long as the best is
-at an end. They are judged by the least loss on the validation set, models of one language by the mean over eight
-languages, from those with the fewest pairs to one of the richest. The learning rates of the model of 102 languages are
-those of the study of depth, see experiments/deep_or_wide.py. With the best recipe, the models of the first seed
-translate the validation sets of these eight languages greedily and with two beams; the search with the highest chrF is
-the one of the test set. Then further seeds and languages are trained, and all translate the test set. Each core trains
-one model at a time. What the claim's records or the folders runs/multilingual and runs/deep_or_wide have is not
-repeated, so the same command goes on. About five hours on two cores.
+Both kinds try learning rates, then dropouts: a value and its two neighbours, then further ones while the best is at an
+end of the range. They are judged by the lowest loss on the validation set, models of one language by the mean over
+eight languages, from those with the fewest pairs to one of the richest. The learning rates of the model of 102
+languages are those of the study of depth, see experiments/deep_or_wide.py. With the best recipe, the models of the
+first seed translate the validation sets of these eight languages greedily and with two beam sizes; the search with the
+highest chrF is used for the test set. Then further seeds and languages are trained, and all translate the test set.
+Each core trains one model at a time. The same command continues after an interruption: it does not repeat what is in
+the claim's records or in runs/multilingual and runs/deep_or_wide. About five hours on two cores.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m experiments.one_stage_overhead
 
-A small AmoebaNet-D on one core, with all activations kept and with re-materialisation, for which the loop has
-torch.utils.checkpoint: with a graph, whose first forward runs the kernels of its recomputation as ours does, and
-without (reentrant). All take turns; the results are medians of the paired ratios. Three minutes.
+A small AmoebaNet-D on one core, with all activations kept and with re-materialisation. For the latter the loop uses
+torch.utils.checkpoint in both variants: non-reentrant, whose first forward runs the same kernels as its recomputation,
+as ours does, and reentrant. All take turns; results are medians of the paired ratios. Three minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Plan the training of ten well-known models of timm on 1, 2, 4 and 8 H100.
+"""Plan the training of ten well-known timm models on 1, 2, 4 and 8 H100.
 
     python -m experiments.planned_models
 
 Images of the models' own sizes, 256 in a mini-batch of 32 micro-batches, bfloat16, everything re-materialised, AdamW
-with averaged weights. Nothing is computed but the plan. Two minutes.
+with averaged weights. Only the plan is computed. Two minutes.
 """
 
 from __future__ import annotations

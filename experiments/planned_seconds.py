@@ -1,11 +1,11 @@
-"""Measure how well calibrated plans foretell a step: planned beside measured seconds of small models on this machine.
+"""Measure how well calibrated plans predict a step: planned beside measured seconds of small models on this machine.
 
     python -m experiments.planned_seconds
 
 Two models, K = 1 and 2, and four schedules. The layers, and what the engine adds to a task, are timed in as many
-processes at once as the step has, each on a core of its own, and a plan cuts them. Then the same processes time the
-layers again and train, in turns. The median of the planned steps stands beside that of the measured ones; neither has
-an update. Eight minutes on two idle cores.
+processes at once as the step has, each on its own core, and a plan cuts the model. Then the same processes time the
+layers again and train, in turns. The table shows the medians of the planned and of the measured steps, both without the
+update. Eight minutes on two idle cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every study has: options that are the same everywhere, a line of progress, and a place for its records."""
+"""The parts that all studies share: the same options, a line of progress, and a place for the records."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m experiments.replica_wait
 
-Two stages of four sleeping layers, each with a weight of 16 MiB, in four processes over Gloo: as two pipelines that
-know nothing of each other, and as two replicas that average their gradients; then as replicas whose backward ends when
-its gradients are averaged, as that of torch's DistributedDataParallel does. The three take turns. The wait is the time
-of a step in which the first stage has run all tasks that it can, and its next one is a backward. Four minutes.
+Two stages of four sleeping layers, each with a weight of 16 MiB, in four processes over Gloo. Three variants take
+turns: two independent pipelines; two replicas that average their gradients; and two replicas whose backward ends only
+when its gradients are averaged, as with torch's DistributedDataParallel. The wait is the time of a step in which the
+first stage has run all tasks that it can, and its next one is a backward. Four minutes.
 """
 
 from __future__ import annotations

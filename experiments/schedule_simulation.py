@@ -2,11 +2,11 @@
 
     python -m experiments.schedule_simulation
 
-Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times, the
-schedule's tasks, what any plan for a processor takes for a message, and what the engine adds to a task of a layer that
-sleeps: measured before, in one process, as a calibration measures it. It knows nothing of the steps that it is compared
-with. What their tasks really took beside the sleep of their layer is given too. Any further time of a step is the
-machine's. Four minutes.
+Stages of unequal layers sleep for a set time, in one process per device over Gloo. The inputs of the simulator are
+these times, the schedule's tasks, the time that plans for a CPU assume for a message, and the time that the engine adds
+to a task of a sleeping layer, measured before in one process, as by a calibration. It uses nothing from the steps that
+it is compared with. The tables also show the time that the engine really added to their tasks. Any further time of a
+step is the machine's. Four minutes.
 """
 
 from __future__ import annotations

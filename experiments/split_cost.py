@@ -1,10 +1,10 @@
-"""Measure what it costs to split a backward: both of its parts beside a whole one.
+"""Measure the cost of splitting a backward: both of its parts beside a whole one.
 
     python -m experiments.split_cost
 
 Layers of Transformer-L and cells of AmoebaNet-D with 128 filters, each with the graph of one micro-batch, as its stage
-would build it. A whole backward and a split one take turns on one core; gradients are added to those that are there.
-The figures are medians of paired ratios. Three minutes on an idle core.
+would build it. A whole backward and a split one take turns on one core; gradients are added to existing ones. Results
+are medians of paired ratios. Three minutes on an idle core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan what the runs of the paper's Table 4 would compute, and for how long.
+"""Plan the FLOPs and the duration of the runs of the paper's Table 4.
 
     python -m experiments.table4_cost
 

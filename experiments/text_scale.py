@@ -1,4 +1,4 @@
-"""Measure the memory and the time that a corpus takes until the first mini-batch, by its number of pairs.
+"""Measure the memory and the time that a corpus needs until the first mini-batch, by its number of pairs.
 
     python -m experiments.text_scale
 
@@ -7,7 +7,7 @@ temporary folder. Fresh processes then open it as training does: first to tokeni
 cache ready, up to the first mini-batch of epoch 0, and up to a mini-batch in the middle of epoch 1, as after a resume.
 Memory is the peak minus the memory after the imports. It is given as private memory, and as resident memory with those
 pages of the mapped cache that the system may reclaim. The parent process reads it from /proc a thousand times per
-second. Time is wall time and processor time; other programs disturb the latter less.
+second. Time is wall time and CPU time; other programs disturb the latter less.
 
 The sizes take turns. Each round has two processes. Before the first one, the cache's files are dropped from the page
 cache of the system, so it reads them from the disk; only its time is kept. The second one finds them in the page cache.

@@ -1,10 +1,11 @@
-"""Measure whether a second thread per process pays, on an idle machine and beside other work.
+"""Measure whether a second thread per process pays off, on an idle machine and beside other work.
 
     python -m experiments.threads_under_load
 
-A process with one thread takes turns with two that have a thread per core: threads that spin while they wait, which is
-OpenMP's default, and threads that sleep (OMP_WAIT_POLICY=PASSIVE). Each round gives a ratio to the one thread. The
-study starts the other work itself: processes that compute without end. Two minutes on an idle machine.
+A process with one thread takes turns with two processes that have a thread per core. The threads of one spin while they
+wait, which is OpenMP's default; those of the other sleep (OMP_WAIT_POLICY=PASSIVE). Each round gives the ratios to the
+single thread. The study starts the other work itself: processes that compute without pause. Two minutes on an idle
+machine.
 """
 
 from __future__ import annotations

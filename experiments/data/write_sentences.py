@@ -1,8 +1,9 @@
-"""Write the sentences that come with the package out as a folder of text, as `data=text_folder` reads it.
+"""Write the sentences that come with the package to a folder, in the layout that `data=text_folder` reads.
 
     python -m experiments.data.write_sentences FOLDER
 
-FOLDER/train/<language>.txt and FOLDER/val/<language>.txt, a sentence a line, in 102 languages: 2.5 million characters.
+FOLDER/train/<language>.txt and FOLDER/val/<language>.txt, one sentence per line, in 102 languages: 2.5 million
+characters.
 """
 
 import argparse

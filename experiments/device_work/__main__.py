@@ -1,12 +1,14 @@
-"""Count what a step asks of GPUs and of their host: kernels, bytes, waits; each change beside what was before.
+"""Count the kernels, bytes and waits of a step on GPUs and on their host, with and without each optimisation.
 
     python -m experiments.device_work
 
-Runs on the GPUs in software that the tests have, so it needs none, and nothing is timed. The averages of two replicas,
-awaited within the backward or at the end of the step: two stages, four GPUs. The loss of a micro-batch of 1,024 tokens
-with a vocabulary of 64,000, by one operation after the other or in one pass. A step of a small Transformer under
-autocast, with a copy of each weight per use or per step: two stages, eight micro-batches. A step of a small AmoebaNet
-whose layers are CUDA graphs or not: eight micro-batches. Half a minute.
+Runs on the tests' simulated GPUs, so it needs no GPU, and nothing is timed. Half a minute. It counts:
+
+- the averages of two replicas, awaited within the backward or at the end of the step: two stages, four GPUs;
+- the loss of a micro-batch of 1,024 tokens with a vocabulary of 64,000, by separate operations or in one pass;
+- a step of a small Transformer under autocast, with a copy of each weight per use or per step: two stages, eight
+  micro-batches;
+- a step of a small AmoebaNet without and with CUDA graphs: eight micro-batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs on the simulated GPUs: each function returns what the simulation has counted, by name."""
+"""The programs that run on the simulated GPUs: each function returns what the simulation counted, by name."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m experiments.engine_overhead
 
 The layers sleep for a set time, so K = 8 processes overlap on two cores. The engines take turns with the same stages in
-the same K processes; torchgpipe supports only one process. All of it happens twice, on the machine as it is
-and beside a process per core that computes without end. The figures are medians. Six minutes.
+the same K processes; torchgpipe supports only one process. Everything is measured twice, on the machine as it is
+and next to one process per core that computes without pause. Results are medians. Six minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPipe's step as a plain loop over Gloo for one shape: the time that Gloo and autograd alone need."""
+"""GPipe's step as a plain loop over Gloo for one shape: the time that Gloo and autograd need by themselves."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     make gpu
 
-Runs the steps of steps.py one after the other, each in a process of its own with a limit of time: ten to fifteen
-minutes on one H100 or H200, half an hour at most. Several GPUs also measure Tables 2 and 3 and the bubble, for up to
-two and a half hours. A step that fails does not stop the others. The same command again goes on: it runs what is not
-done. runs/gpu has the log of each step; remove it to begin anew. Clones torchgpipe's repository, whose AmoebaNet is
-measured beside ours.
+Runs the steps of steps.py one after another, each in its own process with a time limit: ten to fifteen minutes on one
+H100 or H200, half an hour at most. With several GPUs it also measures Tables 2 and 3 and the bubble, for up to two and
+a half hours. A step that fails does not stop the others. Running the same command again continues with the steps that
+are not done. runs/gpu has the log of each step; remove it to start over. Clones torchgpipe's repository, whose
+AmoebaNet is measured beside ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps that have ended, each in a folder of its own: a second call goes on where the first one ended."""
+"""The steps that have ended, each in its own folder, so that a second call continues where the first one ended."""
 
 from __future__ import annotations
 

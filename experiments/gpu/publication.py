@@ -1,4 +1,4 @@
-"""The records of the steps: from their folders to the claims."""
+"""Add the records in the steps' folders to the claims."""
 
 from __future__ import annotations
 

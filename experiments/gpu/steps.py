@@ -1,4 +1,4 @@
-"""What is run on GPUs: the tests of the device path, and every measurement that needs some."""
+"""The steps that run on GPUs: the tests of the device path, and every measurement that needs GPUs."""
 
 from __future__ import annotations
 

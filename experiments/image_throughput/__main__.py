@@ -5,8 +5,8 @@
 AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, with one stage
 and four micro-batches. A step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
 AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER, its rows say
-"not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Needs a GPU;
---small measures tiny models, without a GPU on the CPU.
+"not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Needs a GPU,
+except for --small, which measures tiny models.
 """
 
 from __future__ import annotations

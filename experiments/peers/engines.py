@@ -1,4 +1,4 @@
-"""Three engines that train the same weights on the same mini-batch: ours and two peers."""
+"""Three engines that train the same weights on the same mini-batch: ours and those of two peers."""
 
 from __future__ import annotations
 

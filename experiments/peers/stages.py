@@ -1,4 +1,4 @@
-"""What the peers need: a stage's layers with our engine's initial weights, and the shapes at its boundaries."""
+"""Inputs of the peers: a stage's layers with our engine's initial weights, and the shapes at its boundaries."""
 
 from __future__ import annotations
 

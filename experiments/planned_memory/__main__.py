@@ -1,11 +1,11 @@
-"""Compare planned memory with the allocator's, for every device of small models on the CPU: ours, and strangers'.
+"""Compare planned memory with the allocator's, device by device, for small models of ours and of others on the CPU.
 
     python -m experiments.planned_memory
 
 One process plays all stages of a real step. stage_accounting.py reads the peak of each device from torch's allocator,
-for every mode of re-materialisation and every schedule, on 1, 2 and 4 devices, or 1 and 2 where each has two stages; of
-the strangers' models with GPipe's schedule, with and without re-materialisation. With `fit` the limit is half way
-between what a step needs that recomputes everything and one that recomputes nothing. Five minutes on two cores.
+for every mode of re-materialisation and every schedule, on 1, 2 and 4 devices, or 1 and 2 if each has two stages. The
+models of others run with GPipe's schedule, with and without re-materialisation. With `fit` the limit is halfway between
+a step that recomputes everything and one that recomputes nothing. Five minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Attribute every allocation of a step to the device that would hold it, while one process plays all stages.
 
 The allocator is read before and after each forward, recomputation and backward of a stage. Memory that a task leaves
-behind belongs to its stage's device, except for boundary outputs and input gradients: these belong to their receiver's
-from then on. Memory that is freed after a task, such as the gradients that it received, also counts for its device.
+behind belongs to its stage's device, except for boundary outputs and input gradients, which from then on belong to the
+receiver's device. Memory that is freed after a task, such as the gradients that it received, is also attributed to its
+device.
 """
 
 from __future__ import annotations

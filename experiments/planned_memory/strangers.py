@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, small, as sequences of layers: of timm, torchvision, transformers and torch."""
+"""Small networks of others as sequences of layers: of timm, torchvision, transformers and torch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Plans all ten columns with float32 and 12 bytes per parameter on the paper's accelerators, cut by the paper's rule
 (least variance of FLOPs) and by memory. Plans some with other choices (variants.py). Finds the largest model for each
 K. With a GPU, it then measures the columns (on_gpu.py). Ten minutes on two cores, mostly for the search.
---measure-only does the last part alone, in some minutes on an H100.
+--measure-only runs only the last part, in a few minutes on an H100.
 """
 
 from __future__ import annotations

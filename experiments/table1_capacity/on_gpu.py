@@ -1,4 +1,4 @@
-"""Measure the columns of Table 1: one process plays all stages on one GPU, and the allocator has each stage's peak.
+"""Measure the columns of Table 1: one process plays all stages on one GPU; the allocator reports each stage's peak.
 
 A stage does not fit if it needs more memory than the paper's accelerators have. If the GPU itself runs out of memory,
 that is the result. Of a Transformer, only the first, a middle and the last stage are measured: the others equal the

@@ -1,4 +1,4 @@
-"""Columns of Table 1 that are small enough to try a program."""
+"""Columns of Table 1 that are small enough to test the program."""
 
 import torch
 from torch import Tensor, nn

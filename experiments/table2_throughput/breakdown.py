@@ -1,4 +1,4 @@
-"""What a planned step is lost to: recomputation, the bubble, unequal stages, links, the update."""
+"""Break down a planned step: computing, recomputation, the bubble, unequal stages, links, the update."""
 
 from __future__ import annotations
 
