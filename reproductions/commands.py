@@ -32,7 +32,7 @@ def cell_command(run: Record) -> str:
 
 
 def scoring_command(run: Record, beam: int) -> str:
-    """Return the command that scores the newest run of a training's experiment, at its least loss."""
+    """Return the command that scores the newest run of a training's experiment, at its lowest loss."""
     return shlex.join(["python", "bleu.py", f"runs/{run.config['name']}", "--beam", str(beam)])
 
 

@@ -47,7 +47,7 @@ def faults(record: Record) -> str:
         ]
         for row in ordered
     ]
-    header = ["fault", "in", "stage", "all ended after, s", "what the user sees", "lost"]
+    header = ["fault", "in", "stage", "all exited after, s", "what the user sees", "lost"]
     return markdown(header, rows)
 
 
@@ -65,8 +65,8 @@ def faults_in_short(record: Record) -> str:
         middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
         said = f"`{group[0]['said'].replace('|', '/')}`"
         rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _describe_lost(group)])
-    header = ["fault", "tried in", "time-out, s", "all ended after, s: median (most)", "what the user sees"]
-    return markdown([*header, "lost: least to most"], rows)
+    header = ["fault", "tried in", "time-out, s", "all exited after, s: median (max)", "what the user sees"]
+    return markdown([*header, "lost: min to max"], rows)
 
 
 faults_run = _STUDY.run()

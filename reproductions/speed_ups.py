@@ -154,7 +154,7 @@ def beside_paper(
         found = [column.get(key) for column in columns.values()]
         ours = [cell for value in found for cell in (ratio(value), deviation(value, expected))]
         rows.append([*names(row), row["speed_up"], *ours, *(ratio(other.get(key)) for other in others)])
-    header = [name for column in columns for name in (column, "off the paper")]
+    header = [name for column in columns for name in (column, "vs. paper")]
     return markdown(["model", "K", "M", "paper", *header, *further], rows)
 
 

@@ -67,11 +67,11 @@ class Trained:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether its least loss is that at the limit of its steps."""
+        """Whether its lowest loss is that at the limit of its steps."""
         return self.recipe.max_steps is not None and self.best("step") == self.recipe.max_steps
 
     def best(self, figure: str, language: str | None = None) -> float | None:
-        """Return a figure of the evaluation with the least loss over all languages."""
+        """Return a figure of the evaluation with the lowest loss over all languages."""
         return _figure(self.run.results.get("least_loss") or self._last, figure, language)
 
     def last(self, figure: str) -> float | None:
@@ -109,7 +109,7 @@ def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
     """Return an experiment's finished trainings that its tables compare, in the order of the records.
 
     Of several recipes for the same model, data, languages and mini-batch, that with the most seeds counts: the others
-    are the search for it, see `searches`. With as many seeds each, that of the least loss counts.
+    are the search for it, see `searches`. With as many seeds each, that of the lowest loss counts.
     """
     return _separate(records, experiment)[0]
 
@@ -122,7 +122,7 @@ def searches(records: Sequence[Record], experiment: str) -> list[Trained]:
 def compare_recipes(
     records: Sequence[Record], experiment: str, setting: str | None = None
 ) -> dict[tuple[float, float], tuple[int, float]]:
-    """Return how many models all recipes were tried on with the first seed, and the mean of their least losses.
+    """Return how many models all recipes were tried on with the first seed, and the mean of their lowest losses.
 
     Recipes are a learning rate and a dropout, the best first; empty without a search.
 

@@ -60,7 +60,7 @@ def engine_overhead(record: Record) -> str:
         for row in grid
     ]
     header = ["engine, recomputation", "machine", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms"]
-    early = ["formula / step", "recomputing early, simulated, ms", "that / step"]
+    early = ["formula / step", "recomputing early, simulated, ms", "recomputing early / step"]
     return markdown([*header, *early, "loop / step"], rows)
 
 
@@ -98,7 +98,7 @@ def one_stage_overhead(record: Record) -> str:
         for name, what in _ONE_STAGE.items()
         if f"{name}_seconds" in results  # older records have no re-materialisation
     ]
-    return markdown([setting, "ms per step", "of the loop, median of pairs"], rows)
+    return markdown([setting, "ms per step", "relative to the loop, median of pairs"], rows)
 
 
 one_stage_overhead_run = _ONE_STAGE_OVERHEAD.run()
@@ -138,7 +138,7 @@ def replica_wait(record: Record) -> str:
     for case, seconds in waits.items():
         ratios = [one / other for one, other in zip(seconds, alone, strict=True)]
         rows.append([case, f"{median(seconds) * 1e3:.1f}", f"{median(ratios):.2f}"])
-    return markdown(["pipelines", "wait for gradients, ms per step", "of that of one replica, median of pairs"], rows)
+    return markdown(["pipelines", "wait for gradients, ms per step", "relative to one replica, median of pairs"], rows)
 
 
 replica_wait_run = _REPLICA_WAIT.run()
@@ -153,7 +153,7 @@ def launching_threads(record: Record) -> str:
         ratios = [median(both / one for both, one in zip(other, alone, strict=True)) for other in others]
         rows.append([row["passes"], f"{median(alone):.1f}", *(f"{ratio:.2f}" for ratio in ratios)])
     _, *names = record.results["rows"][0]["per_second"]
-    return markdown(["pass", "per second, one thread", *(f"{name}, of that" for name in names)], rows)
+    return markdown(["pass", "per second, one thread", *(f"{name} / one thread" for name in names)], rows)
 
 
 launching_threads_run = _LAUNCHING_THREADS.run()
@@ -171,7 +171,7 @@ def device_threads(record: Record) -> str:
         f"{1000 * median(one):.1f}",
         f"{median(new / old for new, old in zip(each, one, strict=True)):.2f}",
     ]
-    return markdown(["model", "GPUs", "M", "ms per step, one thread", "a thread per device, of that"], [row])
+    return markdown(["model", "GPUs", "M", "ms per step, one thread", "a thread per device / one thread"], [row])
 
 
 device_threads_run = _DEVICE_THREADS.run()

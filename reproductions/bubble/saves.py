@@ -48,8 +48,8 @@ def _checkpoint_cost(record: Record | None, program: str) -> str:
     config = record.config
     count = config["num_processes"]
     title = f"{config['num_bytes'] / 1e6:.0f} MB, {count} {'process' if count == 1 else 'processes'}"
-    header = [title, "training stands still, ms", "of the synchronous save", "until on the disk, s", "MB/s"]
-    return markdown([*header, f"at most {_MOST_STILL:.0%}"], rows)
+    header = [title, "training paused, ms", "relative to the synchronous save", "until on disk, s", "MB/s"]
+    return markdown([*header, f"goal: at most {_MOST_STILL:.0%}"], rows)
 
 
 def checkpoint_cost_run(records: Sequence[Record]) -> str:

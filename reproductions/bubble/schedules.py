@@ -37,8 +37,8 @@ def schedule_simulation(record: Record) -> str:
         "first to last task, simulated, ms",
         "measured, ms",
         "measured / simulated",
-        "a task beside its sleep, before, ms",
-        "in the steps, ms",
+        "engine's time per task, measured before, ms",
+        "engine's time per task, in the steps, ms",
         "whole step, measured, ms",
     ]
     return markdown(header, rows)
@@ -94,7 +94,7 @@ def zero_bubble_exact(record: Record) -> str:
         ]
         for row in record.results["exactness"]
     ]
-    return markdown(["schedule", "largest difference of a gradient, of the largest gradient"], rows)
+    return markdown(["schedule", "largest difference of a gradient / largest gradient"], rows)
 
 
 @_ZERO_BUBBLE.table

@@ -125,7 +125,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 
 
 def find_unfinished(depths: Mapping[int, Mapping[int, Trained]]) -> list[Trained]:
-    """Return a training of each model whose least loss is that at the limit of its steps, with every seed."""
+    """Return a training of each model whose lowest loss is that at the limit of its steps, with every seed."""
     return [
         next(iter(models.values()))
         for models in depths.values()
@@ -145,7 +145,7 @@ def deep_or_wide_models(records: Sequence[Record]) -> str:
     rows = [[_name(row), f"{row['parameters_beside_tables']:,}"] for row in planned_models(records, "laptop").values()]
     if not rows:
         return not_run(f"python -m experiments.{PARAMETERS}")
-    return markdown(["model", "parameters beside the tables, planned"], rows)
+    return markdown(["model", "parameters besides the embedding tables, planned"], rows)
 
 
 def models_by_depth(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, dict[int, Trained]]]:
@@ -197,8 +197,8 @@ def deep_training(records: Sequence[Record]) -> str:
     for setting, ways in deep_trainings(records).items():
         rows = [_deep_row(scaled, limit, runs) for (scaled, limit), runs in ways.items()]
         header = [f"{setting}; feed-forward initialisation scaled", "logits clipped at", "seeds"]
-        header += ["validation loss, end", "least", "training NLL, first steps", "last steps", "largest rise of it"]
-        tables.append(markdown([*header, "largest gradient norm", "logits clipped", "seeds that"], rows))
+        header += ["validation loss, end", "least", "training NLL, first steps", "last steps", "largest rise"]
+        tables.append(markdown([*header, "largest gradient norm", "logits clipped", "outcome: seeds"], rows))
     return "\n".join(tables) or not_run(f"train.py -m +experiment={DEEP_TRAINING}")
 
 

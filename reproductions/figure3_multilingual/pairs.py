@@ -82,8 +82,8 @@ class Figure:
 
 
 SCORES = {"chrf": "chrF", "bleu": "BLEU"}
-LOSS = Figure("loss", "least loss, nats per token", ".3f", less_is_better=True)
-_STEPS = Figure("step", "steps to the least loss", ".0f", is_judged=False)
+LOSS = Figure("loss", "lowest loss, nats per token", ".3f", less_is_better=True)
+_STEPS = Figure("step", "steps to the lowest loss", ".0f", is_judged=False)
 
 
 def list_figures(seeds: Iterable[Pairs]) -> list[Figure]:

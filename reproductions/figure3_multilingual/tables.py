@@ -192,7 +192,7 @@ def figure3_left_out(records: Sequence[Record]) -> str:
 
 
 def figure3_limits(records: Sequence[Record]) -> str:
-    """Count the trainings whose least loss is that of the last step of their limit: more steps may be better."""
+    """Count the trainings whose lowest loss is that of the last step of their limit: more steps may be better."""
     rows = []
     for groups in group_pairs(records).values():
         for group, seeds in groups.items():
@@ -203,7 +203,7 @@ def figure3_limits(records: Sequence[Record]) -> str:
                     alike = [one for one in found if one.recipe.max_steps == limit]
                     at_limit = sum(one.is_unfinished for one in alike)
                     rows.append([group, kind, f"{limit:,}", str(len(alike)), str(at_limit)])
-    header = ["languages", "models", "at most so many steps", "trainings", "with the least loss at the last step"]
+    header = ["languages", "models", "limit of steps", "trainings", "with the lowest loss at the last step"]
     return markdown(header, rows) if rows else not_run(_COMMANDS)
 
 
@@ -225,7 +225,7 @@ def figure3_search(records: Sequence[Record]) -> str:
             ]
             for (rate, dropout), (number, loss) in compare_recipes(records, experiment, setting).items()
         ]
-    header = ["models", "learning rate", "dropout", "how many", "mean of the least validation losses"]
+    header = ["models", "learning rate", "dropout", "number", "mean of the lowest validation losses"]
     return markdown([*header, "compared below"], rows) if rows else not_run(_COMMANDS)
 
 

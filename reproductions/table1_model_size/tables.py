@@ -115,7 +115,7 @@ def table1_measured(records: Sequence[Record], paper: Paper) -> str:
         peaks = outcome or [_gibibytes(peak) for peak in column["peak_bytes"]]
         for stage, planned, peak in zip(column["stages"], column["planned_bytes"], peaks, strict=True):
             rows.append([_model(row), str(stage), str(column["partitions"][stage]), _gibibytes(planned), peak])
-    return markdown(["model", "stage", "its layers", "planned", "measured"], rows)
+    return markdown(["model", "stage", "layers", "planned", "measured"], rows)
 
 
 def table1_run(records: Sequence[Record]) -> str:
@@ -146,7 +146,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     planned = "; ".join(f"{name}: {fitting.count(cut)}" for cut, name in CUTS.items()) if columns else ""
     fits = sum(_find_peak(column) <= column["memory_bytes"] for column in measured.values())
     in_part = sum(len(column["stages"]) < len(column["partitions"]) for column in measured.values())
-    parts = f"; of {in_part} of them only the first, the middle and the last stage" if in_part else ""
+    parts = f"; for {in_part} of them only the first, the middle and the last stage" if in_part else ""
     tried, verdict = (f"{fits} of {len(measured)} tried{parts}", COUNTED) if measured else (NOT_RUN, NOT_RUN)
     text = "models that fit their accelerators (Table 1)"
     return [*rows, Claim(text, f"{len(paper)}", tried, planned=planned, verdict=verdict)]
@@ -301,7 +301,7 @@ def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[flo
         [*names, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
         for names, found in groups.items()
     ]
-    return markdown([*header, "devices measured", "median, either way", "furthest below", "furthest above"], rows)
+    return markdown([*header, "devices measured", "median, absolute", "furthest below", "furthest above"], rows)
 
 
 planned_memory_run = _STUDY.run()

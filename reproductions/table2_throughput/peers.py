@@ -51,7 +51,7 @@ def peers_speed_up(record: Record) -> str:
             for name in engines
         ]
         rows.append([*_setting(cell), *(_ratio(many / one if many and one else None) for many, one in pairs)])
-    return markdown(["model", "K", "M", *(f"{name}, of its K = 1" for name in engines)], rows)
+    return markdown(["model", "K", "M", *(f"{name}: relative to K = 1" for name in engines)], rows)
 
 
 @_STUDY.table

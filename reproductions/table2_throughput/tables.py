@@ -109,7 +109,8 @@ def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 
         needed = f"{speed * (3 * k - 3) / (4 * (k - speed)):.1f}" if k > speed else "none"
         law = [ratio(bubble[key]), ratio(early[key]), f"{found / early[key]:.2f}", needed]
         rows.append([*names(row), row["speed_up"], *law])
-    return markdown(["model", "K", "M", "paper", "bubble formula", "recomputing early", "paper / that", "its M"], rows)
+    header = ["model", "K", "M", "paper", "bubble formula", "recomputing early", "paper / recomputing early", "its M"]
+    return markdown(header, rows)
 
 
 def table2_breakdown(records: Sequence[Record]) -> str:
@@ -308,8 +309,8 @@ def weight_copies(record: Record) -> str:
         conversions, moved, peak, sent = (f"{row[name] / 1e6:,.1f}" for name in sizes)
         counts = f"{row['conversions']:,}", conversions, f"{row['operations']:,}", moved, peak, sent
         rows.append([row["model"], row["rematerialize"], row["way"], *counts])
-    header = ["model", "re-materialisation", "way", "conversions of weights", "MB moved by them", "operations"]
-    return markdown([*header, "MB moved by all", "peak MB beside weights", "MB over the boundary"], rows)
+    header = ["model", "re-materialisation", "way", "weight conversions", "MB moved by them", "operations"]
+    return markdown([*header, "MB moved by all", "peak MB besides weights", "MB over the boundary"], rows)
 
 
 weight_copies_run = _WEIGHT_COPIES.run()
@@ -326,8 +327,8 @@ def device_work(record: Record) -> str:
         sizes = ("" if row[name] is None else f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
         counts = (f"{row[name]:,}" for name in names)
         rows.append([row["what"], row["way"], f"{row['kernels']:,}", launches, *sizes, *counts])
-    header = ["counted", "way", "kernels", "launches", "MB moved by kernels", "peak MB beside weights"]
-    waits = ["waits of the host", "waits of streams", "NCCL operations", "averages that a sent gradient waits for"]
+    header = ["counted", "way", "kernels", "launches", "MB moved by kernels", "peak MB besides weights"]
+    waits = ["host waits", "stream waits", "NCCL operations", "averages that a sent gradient waits for"]
     return markdown(header + waits, rows)
 
 

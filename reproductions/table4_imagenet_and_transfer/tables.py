@@ -128,7 +128,7 @@ def table4_cost(record: Record) -> str:
         ]
         for row in record.results["rows"]
     ]
-    header = ["data set", "images", "batch", "steps", "TFLOPs per image, forward", "FLOPs in all", "accelerator-days"]
+    header = ["data set", "images", "batch", "steps", "TFLOPs per image, forward", "total FLOPs", "accelerator-days"]
     header.append("stages x GiB of state, largest")
     return markdown(header, rows)
 
@@ -313,7 +313,8 @@ def image_throughput(record: Record) -> str:
                 f"{speed / peer:.2f}" if speed and peer else "",
             ]
         )
-    return markdown(["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "of torchgpipe's"], rows)
+    header = ["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "relative to torchgpipe"]
+    return markdown(header, rows)
 
 
 _SETTING = "variant", "num_layers", "num_filters", "image_size", "rematerialize", "batch_size"

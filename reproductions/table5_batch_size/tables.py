@@ -124,7 +124,7 @@ def table5_laptop(records: Sequence[Record]) -> str:
 
 
 def table5_examples(records: Sequence[Record]) -> str:
-    """Return the table of the runs with the number of examples fixed, at the least loss."""
+    """Return the table of the runs with the number of examples fixed, at the lowest loss."""
     return _laptop_table(records, EXAMPLES)
 
 

@@ -47,7 +47,7 @@ def test_the_table_has_medians_of_the_rounds_ratios(monkeypatch: pytest.MonkeyPa
         kind="measured", experiment="launching_threads", config={}, seed=0, results={"rows": study.measure(rounds=3)}
     )
     lines = launching_threads([record]).splitlines()
-    assert lines[0].endswith("| two threads, of that | two processes, of that |")
+    assert lines[0].endswith("| two threads / one thread | two processes / one thread |")
     assert lines[2:] == [
         "| forward, no gradients | 10.0 | 0.50 | 2.00 |",
         "| forward and backward | 4.0 | 1.00 | 2.00 |",

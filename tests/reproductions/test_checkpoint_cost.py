@@ -28,7 +28,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
 
 def test_ours_alone_is_judged_by_its_share_of_the_synchronous_save() -> None:
     lines = checkpoint_cost([measured(0.2)]).splitlines()
-    assert lines[0].startswith("| 800 MB, 2 processes | training stands still, ms |")
+    assert lines[0].startswith("| 800 MB, 2 processes | training paused, ms |")
     assert lines[2:] == [
         "| ours | 200 | 10.0% | 2.00 | 400 | reached |",
         "| torch.distributed.checkpoint, save | 2000 | 100.0% | 2.00 | 400 |  |",

@@ -69,9 +69,9 @@ def test_a_model_of_the_papers_size_has_its_mean_bleu_over_the_languages() -> No
 
 def test_the_multilingual_model_stands_beside_the_bilingual_ones_of_its_seed() -> None:
     records = [*pair(0, 3.0, 2.5), *pair(1, 4.0, 3.5), trained(BILINGUAL, 7, {"sw": 1.0}, languages=["sw"])]
-    loss = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("least loss")]
-    assert loss[0] == ["least loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
-    assert loss[1] == ["least loss, nats per token", "1", "2", "3.750", "2.500", "-1.250", "2", ""]
+    loss = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("lowest loss")]
+    assert loss[0] == ["lowest loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
+    assert loss[1] == ["lowest loss, nats per token", "1", "2", "3.750", "2.500", "-1.250", "2", ""]
     spread = f"3.250 ± {stdev((2.75, 3.75)):.3f}"
     assert (
         loss[2][1:5] == ["all 2", "", spread, "2.500 ± 0.000"]
@@ -89,7 +89,7 @@ def test_the_design_counts_the_trainings_that_are_compared_and_no_further_seed()
         *(trained(MULTILINGUAL, seed, {"sw": 2.0}) for seed in (2, 3, 4)),
     ]
     alone, of_all = [row for row in cells(figure3_design(records)) if row[0].startswith("is one model")]
-    compared = [row[1] for row in cells(figure3_low_resource(records)) if row[0].startswith("least loss")]
+    compared = [row[1] for row in cells(figure3_low_resource(records)) if row[0].startswith("lowest loss")]
     assert compared == ["0", "1", "all 2"] and (alone[2:4], of_all[2:4]) == (["4", "2"], ["2", "2"])
 
 
@@ -161,8 +161,8 @@ def test_languages_of_a_small_test_set_are_left_out_of_a_second_table_and_claim_
     records = [record for seed in range(2) for record in pair(seed, 3.0, 2.5)]
     few = [scored(run, {"sw": 30.0, "cy": 20.0, "de": 1.0}, PAIRS, sentences={"sw": 49, "cy": 50}) for run in records]
     every, tested = map(cells, figure3_low_resource([*records, *few]).split("\n\n"))
-    assert every[0] == ["least loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
-    assert tested[0] == ["least loss, nats per token", "0", "1", "2.500", "3.000", "+0.500", "0", ""]
+    assert every[0] == ["lowest loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
+    assert tested[0] == ["lowest loss, nats per token", "0", "1", "2.500", "3.000", "+0.500", "0", ""]
     assert (
         "1 of 2 languages have fewer than 50 test sentences and are left out of the second table: sw. The 1 have "
         in (said := figure3_left_out([*records, *few]))
@@ -173,11 +173,11 @@ def test_languages_of_a_small_test_set_are_left_out_of_a_second_table_and_claim_
         "50 test sentences or more"
     )
     assert every.measured.startswith(
-        "gain on 2 languages with 100 to 300 training pairs: least loss, nats per token +0.250"
+        "gain on 2 languages with 100 to 300 training pairs: lowest loss, nats per token +0.250"
     )
     assert "no difference found [" in every.verdict
     assert (
-        claim.measured.startswith("gain on 1 language with 300 training pairs: least loss, nats per token -0.500")
+        claim.measured.startswith("gain on 1 language with 300 training pairs: lowest loss, nats per token -0.500")
         and "contradicted [-0.5" in claim.verdict
     )
 
@@ -187,7 +187,7 @@ def test_the_gain_is_shown_by_the_number_of_pairs_with_all_languages() -> None:
     records = [record for seed in range(2) for record in pair(seed, 3.0, 2.0)]
     scores = [scored(run, {"sw": 30.0, "cy": 20.0}, PAIRS, sentences={"sw": 5}) for run in records]
     ranges, lines = figure3_gain([*records, *scores]).split("\n\n")
-    loss = [row for row in cells(ranges) if row[0].startswith("least loss")]
+    loss = [row for row in cells(ranges) if row[0].startswith("lowest loss")]
     assert [row[1:5] for row in loss] == [["100 to 249", "1", "0", "+1.000"], ["250 to 499", "1", "1", "-1.000"]]
     alone = "one language: over seeds alone"
     assert loss[0][-1].startswith(f"{alone} [+1.0") and loss[1][-1].startswith(f"{alone} [-1.0")
@@ -195,7 +195,7 @@ def test_the_gain_is_shown_by_the_number_of_pairs_with_all_languages() -> None:
     assert row[1].startswith("+1.000 at 100") and row[2].startswith("-1.000 at 300")
     assert row[3] == "173 pairs", "the geometric mean of 100 and 300"
     falls = claims([*records, *scores], PAPER)[3]
-    assert falls.measured.startswith("least loss, nats per token: changes sign at 173 pairs")
+    assert falls.measured.startswith("lowest loss, nats per token: changes sign at 173 pairs")
 
 
 def test_a_claim_over_all_languages_leaves_none_out_and_writes_each_figure_in_its_own_form() -> None:
@@ -215,9 +215,11 @@ def test_a_claim_over_all_languages_leaves_none_out_and_writes_each_figure_in_it
         for chrf in [10.0 if run.config["data"]["languages"] else 11.0]
     ]
     every = claims([*runs, *scores], PAPER)[1]
-    assert every.measured.startswith("gain on 2 languages with 100 to 300 training pairs: least loss, nats per token +")
+    assert every.measured.startswith(
+        "gain on 2 languages with 100 to 300 training pairs: lowest loss, nats per token +"
+    )
     assert every.verdict.split("; ")[:2] == [
-        "least loss, nats per token: reproduced [+0.016, +0.016]",
+        "lowest loss, nats per token: reproduced [+0.016, +0.016]",
         "chrF, beam 4: reproduced [+1.00, +1.00]",
     ]
     without = claims(runs, PAPER)
