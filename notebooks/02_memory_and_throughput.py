@@ -101,7 +101,7 @@ draw_capacity()
 
 
 # %%
-header = ["model", "parameters", "a device has, GiB", *(f"fullest, {name}" for name in CUTS.values())]
+header = ["model", "parameters", "device memory, GiB", *(f"fullest, {name}" for name in CUTS.values())]
 naive, first = columns["amoebanet", "Naive-1"], columns["amoebanet", "Pipeline-1"]
 peaks = [column["cuts"]["memory"]["devices"][0]["peak_bytes"] / GIB for column in (naive, first)]
 show(

@@ -11,7 +11,7 @@ from reproductions.verdict import CONFIDENCE, ONE_SEED, Interval
 
 NOT_RUN = "not run"
 NO_TEST = "no test: the paper gives no number"
-COUNTED = "no test: bytes are counted, and have no interval"
+COUNTED = "no test: counted bytes have no interval"
 
 _INTERVAL = re.compile(r"\[[+-][\d.]+%?, [+-][\d.]+%?\]")
 _DECIDED = re.compile(rf"([a-z ]+) {_INTERVAL.pattern}")
@@ -23,7 +23,7 @@ class Claim:
 
     Attributes:
         text: The claim, and its place in the paper.
-        scope: What was compared, and what its intervals draw.
+        scope: What was compared, and what its intervals are over.
         paper: The paper's number.
         measured: Ours, measured.
         simulated: Ours, simulated.

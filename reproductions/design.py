@@ -75,7 +75,7 @@ def _make_row(arm: Arm) -> list[str]:
     return [
         arm.question,
         f"{arm.name} (`{arm.experiment}`)",
-        str(len(arm.runs)) + (f" and {len(arm.searched)} to tune them" if arm.searched else ""),
+        str(len(arm.runs)) + (f", and {len(arm.searched)} for tuning" if arm.searched else ""),
         str(len({run.seed for run in arm.runs})) if arm.runs else NOT_RUN,
         _describe_steps(arm),
         _describe_tuning(arm),
@@ -89,12 +89,12 @@ def _describe_steps(arm: Arm) -> str:
     configs = [run.config for run in arm.runs] or [compose_plain([f"+experiment={arm.experiment}", "init_from=null"])]
     limits = _join(config["trainer"].get("max_steps") for config in configs)
     epochs = _join(config["trainer"]["num_epochs"] for config in configs)
-    limit = f"at most {limits} steps" if limits else f"{epochs} epochs"
+    limit = f"at most {limits}" if limits else f"{epochs} epochs"
     taken = [run.results["num_steps"] for run in arm.runs if "num_steps" in run.results]
     if not taken:
-        return f"{NOT_RUN}: {limit}"
+        return f"{NOT_RUN} ({limit})"
     span = f"{min(taken):,}" if len({*taken}) == 1 else f"{min(taken):,} to {max(taken):,}"
-    return f"{span}: {limit}"
+    return f"{span} ({limit})"
 
 
 def _describe_tuning(arm: Arm) -> str:

@@ -280,7 +280,9 @@ def partitions(records: Sequence[Record], experiment: str, batch: str) -> str:
         ours = [text for cell in found for text in (["", ""] if cell is None else _describe_cut(cell))]
         rows.append([title, str(num_stages), cut, *ours])
     columns = [
-        column for kind in KINDS for column in (f"layers of each stage, {kind}", f"slowest above the mean, {kind}")
+        column
+        for kind in KINDS
+        for column in (f"layers of each stage, {kind}", f"slowest stage above the mean, {kind}")
     ]
     return markdown(["model", "K", "cut by", *columns], rows)
 

@@ -31,7 +31,7 @@ from reproductions.translation_runs import (
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
 
-NOT_DRAWN = "seeds and languages are drawn, but not lines"
+NOT_DRAWN = "intervals over seeds and languages, not over lines"
 DEEP_TRAINING = "deep_training_laptop"
 STUDY = "python -m experiments.deep_or_wide"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
@@ -118,7 +118,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                     f"{measures}: {_describe_outcomes(runs)}" for measures, runs in _group_by_measures(settings).items()
                 ),
                 verdict=format_verdicts([_compare_losses(*both) for both in settings.items()], ".3f"),
-                scope="seeds are drawn, but not validation lines",
+                scope="intervals over seeds, not over validation lines",
             )
         )
     return rows

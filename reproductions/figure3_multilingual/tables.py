@@ -340,7 +340,7 @@ def figure3_design(records: Sequence[Record]) -> str:
         arms.append(_make_arm(question, "one model per language", BILINGUAL, alone, searched_alone, items))
         searched = searches(records, DEEP_OR_WIDE) if searched_alone else []
         arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, searched, items))
-    question = "are deep models better than wide ones where examples are few?"
+    question = "are deep models better than wide ones for languages with few examples?"
     for data, depths in depth.models_by_depth(records).items():
         for found in (list(models.values()) for models in depths.values()):
             items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])

@@ -81,7 +81,7 @@ def table1_devices(records: Sequence[Record], paper: Paper) -> str:
         planned = [cell for peak in peaks for cell in (_gibibytes(peak), fit(peak, room))]
         rows.append([_model(row), f"{room / _GIB:g}", *planned, *_measured_peak(measured.get(_key(row)))])
     header = [cell for name in CUTS.values() for cell in (f"planned, {name}", "")]
-    return markdown(["model", "a device has", *header, f"measured, {CUTS[MEASURED_CUT]}", ""], rows)
+    return markdown(["model", "device memory, GiB", *header, f"measured, {CUTS[MEASURED_CUT]}", ""], rows)
 
 
 def table1_search(records: Sequence[Record], paper: Paper) -> str:

@@ -182,7 +182,7 @@ def transfer_claims(records: Sequence[Record]) -> list[Claim]:
     gains = {images: find_gain(starts, images.steps) for images, starts in read_starts(records).items()}
     return [
         _claim_help(what, {str(images): gain for images, gain in gains.items() if (images.limit is None) == is_whole})
-        for what, is_whole in (("another data set", True), ("where labelled images are few", False))
+        for what, is_whole in (("on another data set", True), ("with few labelled images", False))
     ]
 
 
@@ -215,8 +215,8 @@ def transfer_arms(records: Sequence[Record]) -> list[Arm]:
 
 
 _QUESTIONS = {
-    WHOLE: "does pre-training help another data set?",
-    FEW: "does pre-training help where labelled images are few?",
+    WHOLE: "does pre-training help on another data set?",
+    FEW: "does pre-training help with few labelled images?",
 }
 
 
@@ -228,7 +228,7 @@ def _claim_help(what: str, gains: Mapping[str, Interval | None]) -> Claim:
         "not compared",
         f"{' to '.join(ends)} points of top-1" if points else NOT_RUN,
         verdict=format_verdicts(gains.items(), ".1%"),
-        scope="seeds are drawn, but neither test images nor pre-trainings",
+        scope="intervals over seeds, not over test images or pre-trainings",
     )
 
 

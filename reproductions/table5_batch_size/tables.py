@@ -83,7 +83,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                     f"{paper[0]['nll']} to {paper[-1]['nll']}",
                     " to ".join(losses) or NOT_RUN,
                     verdict=format_verdicts(found, ".2f"),
-                    scope=("seeds are drawn, but not validation lines" if small else "")
+                    scope=("intervals over seeds, not over validation lines" if small else "")
                     + _describe_rates(records, experiment, small),
                 )
             )

@@ -25,7 +25,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
         models = found.results["models"]
         exact = [model for model in models if model.get("differs") == ""]
         measured = f"{len(exact)} of {len(models)} architectures become layers with the same bits"
-    text = "any network that is a sequence of layers (abstract), here of models that are none"
+    text = "any network that is a sequence of layers (abstract), here models that are not written as sequences"
     return [Claim(text, "any", measured, verdict=NO_TEST)]
 
 

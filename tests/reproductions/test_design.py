@@ -28,14 +28,14 @@ def test_the_design_stands_above_the_verdicts(name: str, folder: str) -> None:
 
 def test_a_study_without_a_search_says_that_it_was_not_tuned() -> None:
     runs = [trained("e", seed, {}, seconds=1500.5, num_steps=steps) for seed, steps in ((0, 300), (1, 400))]
-    expected = ["why?", "what (`batch_size_laptop`)", "2", "2", "300 to 400: at most 400 steps"]
+    expected = ["why?", "what (`batch_size_laptop`)", "2", "2", "300 to 400 (at most 400)"]
     assert design(*runs) == [*expected, "not tuned: learning rate 0.5, dropout 0.25", "7 sentences", "3,001"]
 
 
 def test_a_search_names_what_it_varied_and_is_part_of_what_was_spent() -> None:
     run, other = trained("e", 0, {}, seconds=10.0), trained("e", 0, {}, seconds=5.0, rate=0.125)
     row = design(run, searched=(other,))
-    assert (row[2], row[5], row[-1]) == ("1 and 1 to tune them", "learning rate: 0.125, 0.5", "15")
+    assert (row[2], row[5], row[-1]) == ("1, and 1 for tuning", "learning rate: 0.125, 0.5", "15")
 
 
 def test_settings_with_rows_of_their_own_are_no_tuning() -> None:
@@ -45,8 +45,8 @@ def test_settings_with_rows_of_their_own_are_no_tuning() -> None:
 
 def test_what_was_not_run_has_the_budget_of_its_settings() -> None:
     row = design(experiment="batch_size_laptop")
-    assert row[2:] == ["0", "not run", "not run: at most 150 steps", "not tuned: nothing was run", "", "not run"]
-    assert design(experiment="transfer_laptop")[4] == "not run: 4 epochs"
+    assert row[2:] == ["0", "not run", "not run (at most 150)", "not tuned: nothing was run", "", "not run"]
+    assert design(experiment="transfer_laptop")[4] == "not run (4 epochs)"
 
 
 def test_the_test_images_are_counted_from_the_accuracies() -> None:

@@ -73,7 +73,7 @@ def test_a_claim_says_that_one_rate_was_not_tuned_and_for_how_many_steps() -> No
         for seed in range(2)
     ]
     drawn, said = (
-        "seeds are drawn, but not validation lines",
+        "intervals over seeds, not over validation lines",
         "; one learning rate for all, not tuned, 37 to 600 steps",
     )
     assert [row[4] for row in cells(table5_examples(records))[:3]] == ["614,400", "614,400", "606,208"]
