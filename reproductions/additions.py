@@ -40,7 +40,7 @@ def _read_curves(folder: Path) -> dict[str, Any]:
 def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None:
     """Add records to a claim, without the folders of this machine.
 
-    A record that is there already is not added again: a study that goes on hands over its earlier runs, too.
+    A record that is already there is not added again: a resumed study passes its earlier runs, too.
     """
     path = root / FOLDER / name / RUNS_FILE
     there = read_records(path) if path.exists() else []

@@ -93,11 +93,11 @@ def describe_chance(claims: Iterable[Claim]) -> str:
 
 
 def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str | Mapping[str, str]) -> str:
-    """Return the verdicts of several figures by their names, or "not run" without any.
+    """Return the verdicts of several figures by their names, or "not run" if there are none.
 
-    Several of one seed, which have no interval, are only counted.
+    Figures with one seed have no interval; several of them are only counted.
 
-    form: of the numbers, or by the names of the figures.
+    form: the format of the numbers, or the formats by figure.
     """
     found = [
         (name, interval.describe(form if isinstance(form, str) else form[name]))

@@ -1,4 +1,4 @@
-"""The commands that run the cells of a page again: a training each, and what scores its translations."""
+"""The commands that repeat the trainings of a page and score their translations."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -9,15 +9,15 @@ from gpipe.records import Record
 from reproductions.table import markdown
 
 _NO_RESULT = ("launch", "tracking", "reproduction")
-"""Settings of a recorded command that change no result: where it runs, and where its figures go.
+"""Settings of a recorded command that change no result: where it runs, and where its metrics go.
 
-Without them, the experiment says on which device: a file of `launch` would replace that.
+They are dropped. The experiment then chooses the device, which a file of `launch` would override.
 """
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A training that cells of a page are made of, and the records of its translations' scores by beam."""
+    """A training whose results are on a page, and the records of its translations' scores by beam."""
 
     name: str
     run: Record
@@ -25,7 +25,7 @@ class Cell:
 
 
 def cell_command(run: Record) -> str:
-    """Return the command of a record without what changes no result; a folder of that machine is /path/to."""
+    """Return the command of a record without settings that change no result; folders of its machine are /path/to."""
     words = shlex.split(run.command)
     kept = [word for word in words if word.lstrip("+").partition("=")[0].partition(".")[0] not in _NO_RESULT]
     return shlex.join(word.replace("<...>", "/path/to") for word in kept)
@@ -37,17 +37,17 @@ def scoring_command(run: Record, beam: int) -> str:
 
 
 def checkpoint_run(run: Record) -> str:
-    """Return the name of the run's folder whose checkpoint a training began with; empty where it began with none.
+    """Return the name of the run's folder whose checkpoint a training started from; empty if there was none.
 
-    The recorded settings have the folder that was found; the recorded command may only say to take the newest one.
+    The recorded settings have the folder that was found; the recorded command may only ask for the newest one.
     """
     return PurePosixPath(run.config.get("init_from") or "").name
 
 
 def commands_table(cells: Iterable[Cell]) -> str:
-    """Return a row per training, by name and seed: its command, and after it those that score its translations.
+    """Return a row per training, by name and seed: its command, followed by those that score its translations.
 
-    Where a training began with another one's checkpoint, there is the folder of that run: the command may name any.
+    If a training started from a checkpoint, the row has the folder of that run, because the command may name any.
     """
     found = sorted(cells, key=lambda cell: (cell.name, cell.run.seed, cell_command(cell.run)))
     starts = [checkpoint_run(cell.run) for cell in found]

@@ -1,4 +1,4 @@
-"""The course of a run: the figures of each evaluation, and those of the training in between."""
+"""The curves of a run: the metrics of each evaluation, and those of the training in between."""
 
 import json
 import math

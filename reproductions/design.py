@@ -1,6 +1,6 @@
-"""The design of each study, which a page states before its verdicts: question, budget, tuning and test items.
+"""The design of each study, which a page shows before its verdicts: question, budget, tuning and test items.
 
-All but the question is computed from the records, or from the settings where nothing was run.
+Everything but the question is computed from the records, or from the settings if nothing was run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ _MOST_ITEMS = 100_000
 
 @dataclass(frozen=True)
 class Arm:
-    """What was trained alike in a study.
+    """One arm of a study: trainings that share everything but the seed and what was tuned.
 
     Attributes:
-        question: what the study asks.
+        question: the question of the study.
         name: what was trained.
         experiment: the file in conf/experiment/ that trains it.
         runs: the trainings that the tables compare.
@@ -54,7 +54,7 @@ def design_table(arms: Iterable[Arm]) -> str:
 
 
 def count_images(runs: Iterable[Record]) -> int:
-    """Return the least number of test images with which each accuracy on record is a whole number of right answers.
+    """Return the smallest number of test images for which every recorded accuracy is a whole number of right answers.
 
     Records have accuracies, not the number of images. A fraction of right answers in lowest terms divides it.
     """
@@ -85,7 +85,7 @@ def _make_row(arm: Arm) -> list[str]:
 
 
 def _describe_steps(arm: Arm) -> str:
-    """Say how many steps the runs took and what ended them, or how many they would take."""
+    """Describe how many steps the runs took and their limit, or how many they would take."""
     configs = [run.config for run in arm.runs] or [compose_plain([f"+experiment={arm.experiment}", "init_from=null"])]
     limits = _join(config["trainer"].get("max_steps") for config in configs)
     epochs = _join(config["trainer"]["num_epochs"] for config in configs)
@@ -98,7 +98,7 @@ def _describe_steps(arm: Arm) -> str:
 
 
 def _describe_tuning(arm: Arm) -> str:
-    """Name the settings that a search varied, those that have rows of their own, or say that nothing was tuned."""
+    """Describe the settings that a search varied, and those with separate rows, or say that nothing was tuned."""
     if not arm.runs:
         return "not tuned: nothing was run"
     own, every = _collect(arm.runs), _collect([*arm.runs, *arm.searched])

@@ -1,6 +1,6 @@
 """The English lines that the languages of a corpus share, from the record of python -m experiments.english_lines.
 
-Languages with the same English lines in every split are one test, however many they are: they count as one.
+Languages with the same English lines in every split are a single test, so they count as one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ _STUDY = Study(EXPERIMENT)
 
 
 def find_same(records: Sequence[Record], data: str) -> dict[str, str]:
-    """Return for each language of a data set that has the same English lines as others which one stands for them."""
+    """Map each language of a data set that has the same English lines as others to the one that represents them."""
     record = _find(records, data)
     groups = [] if record is None else record.results["same"]
     return {language: group["languages"][0] for group in groups for language in group["languages"]}
 
 
 def pool(values: Mapping[str, float], same: Mapping[str, str]) -> dict[str, float]:
-    """Return values by language, with the mean of those that count as one."""
+    """Return values by language, with one mean for those that count as one."""
     found: dict[str, list[float]] = {}
     for language, value in values.items():
         found.setdefault(same.get(language, language), []).append(value)
@@ -37,7 +37,7 @@ def describe_number(languages: Collection[str], same: Mapping[str, str], noun: s
 
 
 def describe_lines(records: Sequence[Record], data: str, split: str, languages: Iterable[str] | None = None) -> str:
-    """Say how many sentences of a split are translations of how many English lines; empty where nobody knows."""
+    """Describe how many sentences of a split translate how many English lines; empty if unknown."""
     record = _find(records, data)
     if record is None:
         return ""

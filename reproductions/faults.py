@@ -1,7 +1,7 @@
 """The tables of faults: what the tests in tests/reliability observed.
 
 GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   each test of a fault writes a line
-python -m reproductions faults faults.jsonl              makes the record of these lines, and renders
+python -m reproductions faults faults.jsonl              turns these lines into the record, and renders
 """
 
 import json
@@ -34,7 +34,7 @@ _STUDY = Study(EXPERIMENT, _COMMAND)
 
 @_STUDY.table
 def faults(record: Record) -> str:
-    """Return, for each fault and place, how long until all had ended, what the user saw, and what was lost."""
+    """Return, for each fault and place, how long until all had exited, what the user saw, and what was lost."""
     ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _get_order(row)))
     rows = [
         [

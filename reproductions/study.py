@@ -1,4 +1,4 @@
-"""A study of which a page shows the newest record: its tables, and where that record comes from."""
+"""A study whose newest record is shown on a page: its tables, and the provenance of the record."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -8,11 +8,11 @@ from reproductions.table import Table, newest, not_run, provenance
 
 
 class Study:
-    """A program that measures or computes something, and records all of it at once.
+    """A program that measures or computes something, and writes all of it into one record.
 
     Args:
-        experiment: the name that its records have.
-        program: what makes a record, for tables that have none; by default the program of that name.
+        experiment: the name of its records.
+        program: the command to show if there is no record; by default the program of that name.
     """
 
     def __init__(self, experiment: str, program: str | None = None) -> None:
@@ -20,7 +20,7 @@ class Study:
         self._program = program or f"python -m experiments.{experiment}"
 
     def table(self, build: Callable[[Record], str]) -> Table:
-        """Make a table of all records of what builds one of the newest record; without one it says what to run."""
+        """Turn a function of the newest record into a table; if there is no record, the table says what to run."""
 
         @wraps(build)
         def of_newest(records: Sequence[Record]) -> str:

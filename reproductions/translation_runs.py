@@ -14,7 +14,7 @@ PARAMETERS = "translation_parameters"
 SCORING = "bleu"
 SCORER = "bleu.py"
 MIN_TEST_SENTENCES = 50
-"""A score of five sentences says little: a language with fewer is left out of means that say so."""
+"""The score of a few sentences is noisy: languages with fewer are left out of some means, which say so."""
 
 
 class Recipe(NamedTuple):
@@ -194,7 +194,7 @@ def _separate(records: Sequence[Record], experiment: str) -> tuple[list[Trained]
 
 
 def _subject(one: Trained) -> tuple[str, tuple[str, ...] | None, int]:
-    """Return what is trained by whichever recipe: the model and data, the languages, and the mini-batch."""
+    """Return what recipes are compared on: the model and data, the languages, and the mini-batch."""
     return one.setting, one.languages, one.run.config["trainer"]["batch_size"]
 
 
@@ -223,7 +223,7 @@ def _is_score(record: Record, split: str) -> bool:
 
 
 def _part(record: Record) -> tuple[int, tuple[str, ...] | None]:
-    """Return what a training shares with its scores, and hardly with other trainings: a cheap first look."""
+    """Return a cheap key that a training shares with its scores, and with few other trainings."""
     return record.seed, Trained(record, {}).languages
 
 
@@ -246,7 +246,7 @@ def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, i
 
 
 def describe_pairs(languages: Iterable[str], records: Iterable[Record], data: str) -> str:
-    """Write how many training pairs the poorest and the richest of some languages have; empty where nobody knows."""
+    """Write how many training pairs the poorest and the richest of some languages have; empty if unknown."""
     pairs = training_pairs(records, data)
     known = [pairs[language] for language in languages if language in pairs]
     return f"{' to '.join(f'{count:,}' for count in sorted({min(known), max(known)}))} training pairs" if known else ""

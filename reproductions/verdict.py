@@ -1,14 +1,15 @@
 """The one stated test behind every verdict: a 95 % interval of a paired gain that excludes zero.
 
-A gain compares two trainings of the same seed; it is positive if it agrees with the claim. Of seeds alone, the interval
-is Student's. Where a gain covers several languages, both seeds and languages are taken to be drawn at random: there is
-Student's reach of the seeds' means, and that of the languages' means. Their squares add up, less that of single gains,
-which are in both; but no interval is narrower than one of the two. A line through the gains of several languages is
-treated in the same way, with its deviations in place of those from the mean.
+A gain compares two trainings of the same seed; it is positive if it agrees with the claim. Over seeds alone, the
+interval is Student's. If a gain covers several languages, both seeds and languages are treated as random samples. The
+squared half-widths of Student's intervals for the means per seed and for the means per language are added. That of the
+single gains is subtracted, because both contain it. The interval is never narrower than either of the two. A line
+through the gains of several languages is treated in the same way, with its deviations in place of those from the mean.
 
-Without an effect, this interval excludes zero at most one time in twenty: as often as that over seeds alone, or where
-seeds or languages differ most (tests/reproductions/test_verdict.py). Languages have to be independent for that, so
-those with the same English lines count as one (english_lines.py). The lines that others share are not drawn.
+Without an effect, this interval excludes zero at most one time in twenty. It comes closest to that over seeds alone,
+and where seeds or languages differ most (simulated in tests/reproductions/test_verdict.py). Languages have to be
+independent for that, so those with the same English lines count as one (english_lines.py). Lines that other languages
+share are not treated as a random sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def tabulate(gains: Mapping[int, Mapping[str, float]]) -> tuple[NDArray[np.float
 
 @dataclass(frozen=True)
 class Fit:
-    """A linear function of what is known of each part, through the gains of all seeds by least squares.
+    """A linear function of the known properties of each part, fitted to the gains of all seeds by least squares.
 
     Attributes:
         coefficients: [p], of the gains that are there.
@@ -97,7 +98,7 @@ class Fit:
 
     @classmethod
     def of(cls, table: NDArray[np.float64], design: NDArray[np.float64]) -> "Fit":
-        """Fit gains, [seeds, parts], by what is known of the parts, [parts, p]."""
+        """Fit gains, [seeds, parts], by the known properties of the parts, [parts, p]."""
         is_there = ~np.isnan(table)
         rows, columns = np.nonzero(is_there)
         coefficients = np.linalg.lstsq(design[columns], table[rows, columns], rcond=None)[0]
@@ -133,15 +134,15 @@ class Fit:
 
 
 def student(freedom: int) -> float:
-    """Return how many standard errors the 95 % interval reaches, with so many degrees of freedom."""
+    """Return the half-width of the 95 % interval in standard errors, with these degrees of freedom."""
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least: float) -> Interval | None:
-    """Return the interval of how far the accuracies of runs are above a number without runs.
+    """Return the interval of the difference between the accuracies of runs and a number without runs.
 
     Runs are drawn with replacement, and so are the test images of each run: a binomial number of right answers. The
-    interval of a single run is that of its images.
+    interval of a single run is over its images.
     """
     if not accuracies:
         return None

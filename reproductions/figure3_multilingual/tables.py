@@ -368,7 +368,7 @@ def _make_arm(
 
 
 def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
-    """Say how many sentences the means are over, of how many English lines, and of how many languages."""
+    """Describe the test items: the numbers of languages, of sentences and of English lines."""
     data = setting.rpartition(", ")[2]
     counts = count_test_sentences(records, data)
     found = sorted(language for language in languages if language in counts)

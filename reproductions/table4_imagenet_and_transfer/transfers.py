@@ -89,7 +89,7 @@ class Start:
         return min(self.by_rate) < self.rate < max(self.by_rate)
 
     def top1(self, step: int) -> dict[int, float]:
-        """Return the accuracy on the test images after so many steps, by seed; without runs evaluated then."""
+        """Return the accuracy on the test images after a number of steps, by seed, of the runs evaluated then."""
         found = {seed: _top1_after(run, step) for seed, run in self.runs.items()}
         return {seed: top1 for seed, top1 in found.items() if top1 is not None}
 
@@ -156,7 +156,7 @@ def read_starts(records: Sequence[Record]) -> dict[Images, dict[str, Start]]:
 
 
 def transfers(records: Sequence[Record]) -> list[Record]:
-    """Return the records of transfers at laptop scale of so many steps, with images that choose a rate."""
+    """Return the records of transfers at laptop scale with a fixed number of steps, and images to choose a rate."""
     return [
         run
         for run in records
@@ -167,12 +167,12 @@ def transfers(records: Sequence[Record]) -> list[Record]:
 
 
 def find_gain(starts: Mapping[str, Start], step: int) -> Interval | None:
-    """Return how much more accurate fine-tuned models are after so many steps, seed by seed; None without pairs."""
+    """Return how much more accurate fine-tuned models are after a number of steps, by seed; None without pairs."""
     return None if len(starts) < len(STARTS) else over_seeds(list(list_gains(starts, step).values()))
 
 
 def list_gains(starts: Mapping[str, Start], step: int) -> dict[int, float]:
-    """Return how much more accurate the fine-tuned model of each seed is after so many steps."""
+    """Return how much more accurate the fine-tuned model of each seed is after a number of steps."""
     scratch, tuned = (starts[name].top1(step) for name in STARTS)
     return {seed: tuned[seed] - scratch[seed] for seed in sorted(scratch.keys() & tuned.keys())}
 
