@@ -45,7 +45,7 @@ def train_here() -> list[float]:
     losses = []
     for batch in make_batches():
         optimizer.zero_grad()
-        report = pipeline.train_step(batch)  # forward, loss and backward of each micro-batch, where its logits are
+        report = pipeline.train_step(batch)  # forward, loss and backward of each micro-batch
         optimizer.step()
         losses.append(report.loss)
     return losses

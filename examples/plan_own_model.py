@@ -2,7 +2,7 @@
 
     python examples/plan_own_model.py
 
-Nothing is computed or allocated: the model is on the meta device, and a roofline stands for the GPUs.
+Nothing is computed or allocated: the model is on the meta device, and a roofline models the GPUs.
 """
 
 import torch
@@ -24,7 +24,7 @@ with torch.device("meta"):
 
 
 def profile(microbatch_size: int) -> list[LayerProfile]:
-    """Describe each layer, and the loss, for a micro-batch of so many examples."""
+    """Describe each layer, and the loss, for a micro-batch of this size."""
     example = torch.empty(microbatch_size, NUM_TOKENS, 256, device="meta")
     return profile_layers(layers, F.mse_loss, (example, example))
 

@@ -58,7 +58,7 @@ def launch(passes: str, seconds: float, gate: Any, results: Any) -> None:
 
 
 def run_workers(kind: str, number: int, passes: str, seconds: float) -> float:
-    """Return how often per second the layers were run by so many threads or processes, together."""
+    """Return how many times per second all threads or processes together ran the layers."""
     start: Callable[..., Any]
     if kind == "thread":
         start, gate, results = threading.Thread, threading.Barrier(number), queue.SimpleQueue[float]()

@@ -103,7 +103,7 @@ def _describe(work: tuple[Work, ...], peak_bytes: int) -> dict[str, int]:
 
 
 def measure(ways: tuple[Loss, Loss], dtype: torch.dtype, rounds: int, *, trains: bool) -> dict[str, Any]:
-    """Return the median seconds of one operation after the other, and what one pass takes of it."""
+    """Return the median seconds of the separate operations, and the ratio of one pass to them."""
     num_tokens = NUM_TOKENS // LENGTH // 10 * LENGTH
     logits = torch.randn(num_tokens // LENGTH, LENGTH, VOCABULARY).to(dtype).requires_grad_(trains)
     targets = make_targets(num_tokens, "cpu")

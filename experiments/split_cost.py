@@ -57,7 +57,7 @@ def list_cases() -> list[Case]:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Return the median seconds of a whole backward, and the medians of what a split one takes of it."""
+    """Return the median seconds of a whole backward, and the median ratios of a split one to it."""
     whole, parts, first = [], [], []
     for turn in range(rounds + 1):
         seconds, _ = _run(case, splits=False)

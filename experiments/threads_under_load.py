@@ -52,7 +52,7 @@ def work(num_threads: int, num_filters: int) -> None:
 
 @contextmanager
 def running(code: str, policy: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run a program in a process of its own while the body runs; `policy` is its OMP_WAIT_POLICY, None for torch's."""
+    """Run a program in another process while the body runs; `policy` is its OMP_WAIT_POLICY, None for torch's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"PYTHONPATH": str(ROOT / "src")} | ({} if policy is None else {"OMP_WAIT_POLICY": policy})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -102,7 +102,7 @@ def list_models() -> list[tuple[str, str, int]]:
 
 
 def make_inputs(library: str, name: str, size: int) -> Any:
-    """Return two examples: images of a size in pixels, or texts of so many tokens."""
+    """Return two examples: images of a size in pixels, or texts of a number of tokens."""
     images = torch.randn(BATCH_SIZE, 3, size, size)
     if library != "transformers":
         return images

@@ -200,7 +200,7 @@ def choose_partitions(name: str) -> dict[int, list[int]]:
 def measure_models(
     rank: int, num_devices: int, partitions: dict[str, dict[int, list[int]]], rounds: int, port: int, results: Any
 ) -> None:
-    """Measure steps of real models in one of two processes, each with a core of its own."""
+    """Measure steps of real models in one of two processes, each on its own core."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))

@@ -83,7 +83,7 @@ class Progress:
 
 
 def start(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a program in a folder, in a session of its own, so that all that it starts can be ended with it."""
+    """Start a program in a folder, in its own session, so that everything that it starts can be ended with it."""
     with log.open("w") as file:
         return subprocess.Popen(
             words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
