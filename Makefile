@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# fairseq's own requirements are outdated: hence --no-deps, and no entry in the locks. It must be built in isolation.
+# fairseq's requirements are outdated, hence --no-deps and no entry in the locks. It must be built in isolation.
 FAIRSEQ := fairseq==0.12.2
-# TORCH=cpu, or another name that uv has for a build of torch, such as cu126: uv knows where each is.
+# TORCH=cpu, or another of uv's names for a build of torch, such as cu126: uv knows where to get each.
 TORCH ?=
 INSTALL_TORCH = $(BIN)/python -m pip install --quiet uv && \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH) --requirement requirements.lock
@@ -23,25 +23,25 @@ help: ## list the targets
 quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photographs in two processes
 	$(BIN)/python train.py +experiment=amoebanet_imagenet_laptop
 
-translation: .venv/fairseq ## set up for translation: build fairseq, which needs a C++ compiler and a minute and a half
+translation: .venv/fairseq ## set up for translation: build fairseq, with a C++ compiler, in a minute and a half
 
-test: .venv/development .venv/fairseq ## set up, then lint and run the tests, at once
+test: .venv/development .venv/fairseq ## set up, then lint and run the tests in parallel
 	$(MAKE) --jobs 2 lint quicktest
 
 quicktest: .venv/development .venv/fairseq
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability and not slow"
 
-# The files of tests with one of some marks: to collect all the others takes a minute. In reverse, the many short tests of
-# end_to_end come last, and no worker is idle while another ends a long one.
+# The test files that have one of some marks: collecting all others takes a minute. In reverse order, the many short tests
+# of end_to_end come last, so no worker is idle while another one finishes a long test.
 marked = $$(grep --recursive --extended-regexp --files-with-matches --include="*.py" "mark\.($(1))" $(2) | sort --reverse)
-# The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
+# The tests marked alone: those of a start have limits of seconds; the others mostly wait for time-outs.
 reliability: .venv/development .venv/fairseq ## set up, then kill, stop, starve and disconnect runs, and run slow tests
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "(reliability or slow) and not alone" \
 		$(call marked,reliability|slow,tests)
 	$(BIN)/python -m pytest --numprocesses 2 -m alone $(call marked,alone,tests/reliability)
 	$(BIN)/python -m pytest --numprocesses 5 -m alone $(call marked,alone,tests --exclude-dir=reliability)
 
-gpu: .venv/development ## on a machine with GPUs: test and measure there, a quarter of an hour on one; again: go on
+gpu: .venv/development ## on a machine with GPUs: test and measure, a quarter of an hour on one; run again to continue
 	$(BIN)/python -m experiments.gpu
 
 lint: .venv/development ## style, format, imports and types
@@ -65,7 +65,7 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 # Each stamp is written last, so that an interrupted installation starts again.
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpipe needs Python 3.11 or later, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
-	@echo 'Installing into .venv. $(if $(TORCH),Of torch comes the build for $(TORCH).,This downloads up to 2.9 GB where torch comes with CUDA; TORCH=cpu makes it 0.4 GB.)'
+	@echo 'Installing into .venv. $(if $(TORCH),It uses the $(TORCH) build of torch.,This downloads up to 2.9 GB if torch comes with CUDA; with TORCH=cpu it is 0.4 GB.)'
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH),$(INSTALL_TORCH),$(BIN)/python -m pip install --quiet --requirement requirements.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -76,8 +76,8 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 	touch $@
 
 .venv/fairseq: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-deps $(FAIRSEQ) || { echo "$(FAIRSEQ) was not built, as said above: \
-	install a C++ compiler, then run make translation again. All but translation works without it." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --no-deps $(FAIRSEQ) || { echo "$(FAIRSEQ) was not built, see above: \
+	install a C++ compiler, then run make translation again. Everything but translation works without it." >&2; exit 1; }
 	touch $@
 
 # NVIDIA's packages and triton are left out: a CUDA build of torch brings its own, a CPU build must not.
