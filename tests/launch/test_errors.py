@@ -128,6 +128,28 @@ def test_a_wrong_option_is_told_in_one_sentence(tmp_path: Path, words: list[str]
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}.\n")
 
 
+NO_FILE = (
+    "but neither conf/ nor the folder of --config-dir has a file {}.yaml: correct the name, or leave --config-name"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-name", "trian"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
+        (["-cn", "trian.yaml", "-m", "seed=1,2"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
+        (
+            ["-cn", "predict"],
+            "--config-name is predict, which has the settings of another program: leave --config-name out",
+        ),
+        (["-cp", "/nowhere"], "--config-path is /nowhere, which is no folder: correct it, or leave --config-path out"),
+    ],
+)
+def test_a_wrong_name_of_the_main_file_is_told_in_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    done = train_in(tmp_path, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {said}.\n")
+
+
 @pytest.mark.parametrize("option", ["--help", "--info=defaults", "--cfg=job"])
 def test_whatever_is_shown_a_wrong_word_is_told_in_one_sentence(tmp_path: Path, option: str) -> None:
     done = train_in(tmp_path, option, "+experiment=amoebanet_imagnet")

@@ -151,6 +151,15 @@ def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert said.out.count("\n") == 4
 
 
+def test_a_file_that_was_written_is_told_beside_the_translations(run: Path, tmp_path: Path) -> None:
+    text, output = tmp_path / "german.txt", tmp_path / "english.txt"
+    text.write_text("Guten Tag\nJa\n", encoding="utf-8")
+    arguments = (f"checkpoint={run}", "beam=1", "max_length=40", f"output={output}")
+    for words, count in ((f"file={text}", "2 lines"), ("text=Ja", "1 line")):
+        done = run_program(ROOT / "translate.py", *arguments, words, folder=tmp_path, warn="error")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote {count} to {output}\n")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

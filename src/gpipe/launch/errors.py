@@ -28,6 +28,9 @@ _ABSENT = re.compile(
     r"(In '[^']+': )?Could not (find|load) '(?P<group>[^']+)/(?P<name>[^'/]*)'\.?\n"
     r"(\nAvailable options in '[^']+':\n(?P<there>[^:]*))?\n?Config search path"
 )
+_NO_MAIN_FILE = re.compile(r"Cannot find primary config '([^']*)'")
+_NO_MAIN_FOLDER = re.compile(r"Primary config directory not found\.\nCheck that the config directory '(.*)' exists")
+_OTHER_PROGRAM = re.compile(r"In '([^']*)': Could not load '(?:predict|translate)_schema'")
 
 
 @contextmanager
@@ -161,7 +164,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _of_a_word(error: Exception, message: str) -> str | None:
-    """Say which word of the command line, or choice of a file, Hydra cannot take; None where its own words must do."""
+    """Say which word of the command line Hydra cannot use, and what to write; None where its own words must do."""
     if (word := getattr(error, "override", None)) is not None:  # which it cannot parse
         key, is_set, value = word.partition("=")
         quoted = value.replace("'", r"\'")
@@ -174,6 +177,16 @@ def _of_a_word(error: Exception, message: str) -> str | None:
     if absent := _ABSENT.match(message):
         there = f", expected one of {', '.join(absent['there'].split())}" if absent["there"] else ""
         return f"{absent['group']}={absent['name']} is unknown{there}: correct its name."
+    if main_file := _NO_MAIN_FILE.match(message):
+        name = main_file[1].removesuffix(".yaml")
+        return (
+            f"--config-name is {name}, but neither conf/ nor the folder of --config-dir has a file {name}.yaml: "
+            "correct the name, or leave --config-name out."
+        )
+    if other := _OTHER_PROGRAM.match(message):
+        return f"--config-name is {other[1]}, which has the settings of another program: leave --config-name out."
+    if folder := _NO_MAIN_FOLDER.match(message):
+        return f"--config-path is {folder[1]}, which is no folder: correct it, or leave --config-path out."
     if chosen := _CHOSEN.match(message):
         return f"{chosen[1]} is chosen already: write {chosen[1]}=..., without a plus."
     if unknown := _UNKNOWN.match(message):

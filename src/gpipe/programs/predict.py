@@ -90,8 +90,11 @@ def start(settings: PredictConfig) -> None:
         if settings.grid is not None and shown:
             with replacing(Path(settings.grid)) as path:
                 _draw(shown, path)
-        if num_broken == len(paths):
+        num_classified = len(paths) - num_broken
+        if num_classified == 0:
             raise ConfigError(f"images is {settings.images}, of which no image can be decoded: name others.")
+        if written := _describe_written(settings, num_classified, len(paths), len(shown)):
+            print(f"wrote {written}", file=sys.stderr)
 
 
 def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
@@ -177,6 +180,18 @@ def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:
         classes = ", ".join(f"{name} {p:.1%}" for name, p in answer.classes)
         path = str(answer.path).encode(errors="backslashreplace").decode()  # which may be no UTF-8
         print(f"{path}: {classes}", file=stream, flush=True)
+
+
+def _describe_written(settings: PredictConfig, num_classified: int, num_images: int, num_drawn: int) -> str:
+    """Say how many images are in each file that was written; "" where there is no file."""
+    share = _count_images(num_images) if num_classified == num_images else f"{num_classified} of {num_images} images"
+    table = [] if settings.output is None else [f"the classes of {share} to {settings.output}"]
+    picture = [] if settings.grid is None else [f"a picture of {_count_images(num_drawn)} to {settings.grid}"]
+    return " and ".join(table + picture)
+
+
+def _count_images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
 
 
 def _draw(answers: Sequence[Answer], path: Path) -> None:

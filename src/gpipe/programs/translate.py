@@ -39,11 +39,14 @@ def start(settings: TranslateConfig) -> None:
             max_length=settings.max_length,
             batch_size=settings.batch_size,
         )
-        text = "".join(f"{line}\n" for line in translate_lines(search, model.tokenizer, tokens))
+        translated = translate_lines(search, model.tokenizer, tokens)
+        text = "".join(f"{line}\n" for line in translated)
         if output is None:
             print(text, end="", flush=True)
         else:
             output.write_text(text, encoding="utf-8")
+            lines_in_words = "1 line" if len(translated) == 1 else f"{len(translated)} lines"
+            print(f"wrote {lines_in_words} to {output}", file=sys.stderr)
 
 
 def translate_lines(search: BeamSearch, tokenizer: Tokenizer, tokens: Sequence[Sequence[int]]) -> list[str]:
