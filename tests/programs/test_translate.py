@@ -171,8 +171,8 @@ def test_a_file_that_was_written_is_told_beside_the_translations(run: Path, tmp_
             ["text=Hallo", "checkpoint=nowhere"],
             "checkpoint is nowhere, which has no checkpoint: name a run's folder or",
         ),
-        ([], "of text and file neither is set, expected one: set text="),
-        (["text=Hallo", "file=x.txt"], "of text and file both are set, expected one: set text="),
+        ([], "neither text nor file is set, expected one of them: set text="),
+        (["text=Hallo", "file=x.txt"], "both text and file are set, expected one of them: set text="),
         (["text= "], "text is ' ', expected a sentence: set text=... accordingly."),
         (
             ["text=" + 50 * "Hallo "],
