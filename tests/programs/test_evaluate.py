@@ -178,8 +178,8 @@ def test_a_table_of_the_other_kind_is_refused(tmp_path: Path, several: bool) -> 
     kinds = ("one label", "several labels")
     for words in ([], ["data=image_table"]):
         assert workload_of(evaluate(*words, f"data.root={own}")).warnings() == []
-        sentence = f"data.root is {other}, whose images have {kinds[not several]} each, but the model gives "
-        with pytest.raises(ConfigError, match=f"^{sentence}{kinds[several]} each: choose a table of its kind.$"):
+        sentence = f"data.root is {other}, whose images have {kinds[not several]} each, but the model predicts "
+        with pytest.raises(ConfigError, match=f"^{sentence}{kinds[several]} each: choose a table of that kind.$"):
             workload_of(evaluate(*words, f"data.root={other}")).warnings()
     if several:
         composed = compose("train", overrides=["evaluate=x", "data=image_folder", "data.num_classes=2"])

@@ -147,7 +147,7 @@ def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.Cap
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         start(to_settings(compose("translate", overrides=[f"checkpoint={run}", f"file={text}"])))
     said = capsys.readouterr()
-    assert said.err == f"warning: in {text} there are 2 empty lines, the first (2): empty lines stay empty.\n"
+    assert said.err == f"warning: {text} has 2 empty lines, the first is line 2: empty lines stay empty.\n"
     assert said.out.count("\n") == 4
 
 
@@ -206,7 +206,7 @@ def test_cuda_without_a_gpu_is_refused(translate: Translate) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", " is empty, expected a sentence a line: write some into it."),
+        (b"", " is empty, expected one sentence per line: write some into it."),
         (b"Hallo\nGr\xfc\xdfe\n", ", line 2, is not UTF-8: convert it to UTF-8."),
         (
             b"Hallo\n\n" + 50 * b"Hallo ",
@@ -230,7 +230,7 @@ def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(
     digests = (other.sha256[:12], Tokenizer(run / "tokenizer.model").sha256[:12])
     assert translate("text=Hallo", f"checkpoint={moved}") == (
         f"error: the tokenizer {moved / 'tokenizer.model'} has the SHA-256 {digests[0]}..., but "
-        f"{moved / 'checkpoints' / 'step-00000003'} was trained with {digests[1]}...: put that one there.\n"
+        f"{moved / 'checkpoints' / 'step-00000003'} was trained with {digests[1]}...: put that tokenizer there.\n"
     )
     (moved / "tokenizer.model").unlink()  # then the one of the settings counts, which is the right one
     assert translate("text=Hallo", f"checkpoint={moved}") == translate("text=Hallo")

@@ -28,7 +28,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signa
 _POLL_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # the terminal and torchrun both send Ctrl-C to torchrun's processes
 _ROOM = b" " * 256
-_REMEDY = "the same command again goes on"
+_REMEDY = "repeat the command to resume"
 
 
 class _Listener:

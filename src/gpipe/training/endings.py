@@ -17,7 +17,7 @@ class Stopped(Exception):
         where = f"after step {step}" if step else "before the first step"
         nothing = "nothing" if saved_step is None else f"nothing after step {saved_step}"
         unsaved = step and not self.is_saved
-        end = f"{nothing} is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
+        end = f"{nothing} is saved (trainer.checkpoints.keep=null)" if unsaved else "repeat the command to resume"
         super().__init__(f"stopped by {reason} {where}: {end}.")
 
 
