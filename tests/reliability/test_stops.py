@@ -136,7 +136,7 @@ def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin
     started = session.wait_for_copies(2)
     os.kill(max(started), signal.SIGSTOP)
     assert session.status() == 1
-    assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not come within \d", session.said())
+    assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not join within \d", session.said())
     assert time.monotonic() - begun < 60
 
 
