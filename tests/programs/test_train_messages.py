@@ -145,7 +145,7 @@ def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: s
 def test_an_argument_of_a_librarys_model_is_added_with_a_plus(tmp_path: Path, word: str) -> None:
     done = start(tmp_path, "+experiment=language_model_laptop", word)
     assert done.returncode == 1
-    said = "model.arguments.depth is not set yet: add it with a plus, +model.arguments.depth=..., a word of its own."
+    said = "model.arguments.depth is not set yet: add it with a plus, as a separate word: +model.arguments.depth=... ."
     assert done.stderr == f"error: {said}\n"
 
 

@@ -278,8 +278,8 @@ def leave_one_class(root: Path) -> None:
         ([], leave_one_class, "which has 1 folders of classes in {root}/train, expected 2 or more"),
         (["data.validation_share=0.1"], None, "data.validation_share is 0.1, but {root}/val has images for evaluation"),
         (["model.name=test_vit", "data.image_size=8"], None, "is test_vit, which does not become layers for images of"),
-        (["+model.arguments.depths=3"], None, "is test_resnet, which timm does not make for data.image_size=32"),
-        (["data.root=null"], None, "data.num_classes is null, and they cannot be counted"),
+        (["+model.arguments.depths=3"], None, "is test_resnet, which timm cannot build for data.image_size=32"),
+        (["data.root=null"], None, "data.num_classes is null, and the classes cannot be counted"),
     ],
     ids=lambda value: getattr(value, "__name__", " ".join(value) if isinstance(value, list) else ""),
 )

@@ -442,7 +442,7 @@ def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pyte
     [
         ("learning_rate", 0.1, "learning_rate is 0.1: give a function of the number of finished steps, or None"),
         ("train_loader", DataLoader(TensorDataset(torch.ones(4, 3))), "train_loader is of type DataLoader, which"),
-        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot go on within an epoch: give"),
+        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot resume within an epoch: give"),
     ],
 )
 def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, value: Any, said: str) -> None:

@@ -19,10 +19,10 @@ class EpochPosition:
         ValueError: the seed is negative, or replica_index is outside 0 .. num_replicas - 1.
 
     Attributes:
-        batch_numbers: of the mini-batches of the next iteration, ascending, to resume within an epoch or to share an
-            evaluation out; None, to which set_epoch resets it, is all.
-        wait_seconds: how long this iteration has waited for data so far.
-        num_replaced: how many broken examples this process has replaced in this iteration so far.
+        batch_numbers: the numbers of the mini-batches of the next iteration, ascending, to resume within an epoch or to
+            divide an evaluation; None, to which set_epoch resets it, is all.
+        wait_seconds: the seconds that this iteration has waited for data so far.
+        num_replaced: the number of broken examples that this process has replaced in this iteration so far.
     """
 
     batch_numbers: Sequence[int] | None
@@ -65,7 +65,7 @@ class EpochOptions(TypedDict, total=False):
     Attributes:
         shuffle: False keeps the set's order.
         replica_index: this process's replica; 0 by default.
-        num_replicas: how many replicas share each mini-batch; 1 by default.
+        num_replicas: the number of replicas that share each mini-batch; 1 by default.
         drop_last: leave out a last mini-batch that is smaller than the others; False by default.
     """
 
@@ -83,11 +83,11 @@ class EpochLoader(EpochPosition):
         replica 1 gets           |   2   0 |   6   4 |
 
     Args:
-        num_examples: of the data set.
+        num_examples: the size of the data set.
         batch_size: examples per replica and step. Together, R replicas get the mini-batches that one replica would get
             with R times this batch_size.
-        seed: of the order, which is a function of (seed, epoch).
-        noun: what an error calls an example.
+        seed: the seed of the order, which is a function of (seed, epoch).
+        noun: what errors call an example.
         shuffle, replica_index, num_replicas, drop_last: as in EpochOptions.
 
     Raises:

@@ -13,7 +13,7 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def refuse_root(name: str, root: str | Path | None) -> None:
-    """Raise ValueError for the folder of a data set that reads none, instead of training on other data."""
+    """Raise ValueError if a folder is given for a data set that reads none, instead of training on other data."""
     if root is not None:
         raise ValueError(
             f"data.root is {root}, but data.name is {name}, which reads no folder: set data.root=null, or choose "
@@ -22,7 +22,7 @@ def refuse_root(name: str, root: str | Path | None) -> None:
 
 
 def find_training_folder(root: Path) -> Path:
-    """Return root/train, or root where there is no such folder."""
+    """Return root/train or, if there is no such folder, root."""
     return root / "train" if (root / "train").is_dir() else root
 
 
@@ -59,11 +59,11 @@ class Location:
     def find_root(self, name: str, root: str | Path | None) -> Path:
         """Return the folder that holds the data, after a look at its upper folders.
 
-        All splits must exist: a run of days must not find out at its end that there is no test set.
+        All splits must exist: a run must not find out after days that there is no test set.
 
         Raises:
             DataMissing: something is missing.
-            ValueError: a root for data that needs none.
+            ValueError: a root is given for data that needs none.
         """
         if not self.required:
             refuse_root(name, root)

@@ -1,7 +1,7 @@
 """Decoder layers that process one position at a time, and cache the keys and values of earlier positions.
 
-The forward functions are the model's own: a copy that shares the weights replaces only the attentions' inputs. A row of
-states is a hypothesis. Every sentence of the memory has the same number of hypotheses, in consecutive rows.
+The forward functions are the model's own: in a copy that shares the weights, only the attentions' inputs are replaced.
+A row of states is a hypothesis. Every sentence of the memory has the same number of hypotheses, in consecutive rows.
 """
 
 import copy
@@ -35,7 +35,7 @@ class LayerCache:
         return self.past
 
     def reorder(self, rows: Tensor, sentences: Tensor) -> None:
-        """Keep these rows, in this order, and these sentences."""
+        """Keep only these rows, in this order, and these sentences."""
         if self.past is not None:
             keys, values = self.past
             self.past = keys.index_select(0, rows), values.index_select(0, rows)
@@ -109,7 +109,7 @@ class _CachedProjection(nn.Module):
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module without its parts, so that replacing a part does not change the original."""
+    """Copy a module but not its submodules, so that replacing one does not change the original."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied

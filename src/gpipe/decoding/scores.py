@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations, by sacreBLEU, which is comparable across papers, and by fairseq."""
+"""BLEU and chrF of translations, by sacreBLEU, whose scores are comparable across papers, and by fairseq."""
 
 from __future__ import annotations
 

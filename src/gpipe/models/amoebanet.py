@@ -92,7 +92,7 @@ class AmoebaNet(nn.Sequential):
 
 
 def refuse_other_pool(global_pool: str | None) -> None:
-    """Refuse a pool in front of the softmax layer that is not the global average; None is that one."""
+    """Refuse a pool before the softmax layer other than the global average, which None means too."""
     if global_pool not in (None, "avg"):
         raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
 

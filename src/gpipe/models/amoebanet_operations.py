@@ -175,7 +175,7 @@ class FactorizedReduction(Operation):
         self.norm = norm(out_channels)
 
     def forward(self, state: Tensor) -> Tensor:
-        # A strided 1x1 convolution reads one pixel in four: selected first, the rest is not kept for backward.
+        # A strided 1x1 convolution reads one pixel in four. Selected first, the other pixels are not kept for backward.
         shifted = state[:, :, 1::2, 1::2]
         height, width = state.shape[2:]
         if height % 2 or width % 2:

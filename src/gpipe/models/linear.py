@@ -10,7 +10,7 @@ def fill_truncated_normal(weight: Tensor, variance: float) -> None:
 
     The factor 1.3 makes up for the variance that truncation removes, as in TensorFlow's variance scaling.
     """
-    if weight.is_meta:  # torch would take a millisecond for nothing, and deep models are described again and again
+    if weight.is_meta:  # saves a millisecond per weight: deep models are described many times
         return
     std = math.sqrt(1.3 * variance)
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
 
 class Softmax(nn.Linear):
-    """Fully connected layer with bias that makes the logits; the softmax itself is part of the loss.
+    """Fully connected layer with bias that computes the logits; the softmax itself is part of the loss.
 
     Weights of variance 1 / fan-in, bias 0.
 

@@ -178,8 +178,8 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
     "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),
     "two tables": ({"train.csv": GOOD, "train.parquet": ""}, 0.5, r"has both train.csv and train.parquet: remove one"),
-    "no parquet": ({"train.parquet": "no table at all"}, 0.5, r"is no Parquet table"),
-    "no text": ({"train.csv": b"path,label\n3.png,\xff\n"}, 0.5, r"is no table \('utf-8' codec"),
+    "no parquet": ({"train.parquet": "no table at all"}, 0.5, r"is not a Parquet table"),
+    "no text": ({"train.csv": b"path,label\n3.png,\xff\n"}, 0.5, r"is not a table \('utf-8' codec"),
 }  # fmt: skip
 
 

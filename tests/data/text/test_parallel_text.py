@@ -121,7 +121,10 @@ def test_files_of_unequal_length_are_refused(root: Path) -> None:
     with (root / "train.de-en.en").open("a") as stream:
         stream.write("five\n")
     german, english = root / "train.de-en.de", root / "train.de-en.en"
-    refused(root, f"{german} has 3 lines, but {english} has 4: the lines of equal number must mean the same")
+    refused(
+        root,
+        f"{german} has 3 lines, but {english} has 4: lines with the same number must be translations of each other",
+    )
 
 
 def test_what_is_not_utf_8_is_refused_with_its_line(root: Path) -> None:

@@ -240,7 +240,7 @@ def test_waiting_is_counted(corpus: ParallelCorpus) -> None:
             {"batch_size": 10, "shuffle": False},
             "trainer.evaluation.batch_size is 10 tokens, less than the longest sentence of 11 tokens: choose a larger",
         ),
-        ({"num_replicas": 4}, "3 pairs do not suffice for 4 replicas: choose fewer"),
+        ({"num_replicas": 4}, "3 pairs are too few for 4 replicas: choose fewer"),
         ({"temperature": 0.0}, "temperature 0.0 must be above 0: 1 draws by size, more draws more evenly"),
         ({"seed": -1}, "seed -1 must not be negative"),
         ({"replica_index": 1}, "replica_index 1 must lie in 0 to num_replicas - 1 = 0"),

@@ -147,9 +147,9 @@ def _open_listed(
     """Read a list with a class of torchvision.datasets, and return its images in `folder`.
 
     Args:
-        class_name: of torchvision.datasets.
-        root: of the data.
-        folder: of the images.
+        class_name: a class of torchvision.datasets.
+        root: the folder of the data.
+        folder: the folder of the images.
         listing: the list.
         entry: what a message calls an entry of the list.
         options: further arguments of the class.

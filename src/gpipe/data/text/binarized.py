@@ -86,7 +86,7 @@ def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size
 def open_binarized(
     cache: TokenCache, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
 ) -> CachedPairs:
-    """Open a binarised language, whose ids stay in its .bin files. The first time, check every id."""
+    """Open a binarised language, whose ids stay in its .bin files; check every id the first time."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         long = count_long_pairs(max_tokens)

@@ -10,7 +10,7 @@ from gpipe.data.text.sentences import Sentences
 from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
-_LONGEST_LINE = 1 << 20  # bytes: a file without line ends would fill the memory
+_LONGEST_LINE = 1 << 20  # bytes: a file without line breaks would fill the memory
 # The most pairs and characters to hold as text at a time.
 _BLOCK = 50_000
 _BLOCK_CHARACTERS = 1 << 24
@@ -65,8 +65,8 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
             yield TextPair(source, target, str(paths[0]), counts[0])
     if counts[0] != counts[1]:
         raise ValueError(
-            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: the lines of "
-            "equal number must mean the same"
+            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: lines with "
+            "the same number must be translations of each other"
         )
 
 
@@ -87,7 +87,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def open_text(
     cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
 ) -> CachedPairs:
-    """Open a language of plain text. The first time, tokenise it, some thousand lines at a time."""
+    """Open a language of plain text; tokenise it the first time, some thousand lines at a time."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         encoder = TextEncoder(tokenizer, max_tokens)
@@ -107,10 +107,10 @@ _Encoded = tuple[TextPair, list[int], list[int]]
 
 
 class TextEncoder:
-    """Encode lines as token ids; leave out and count pairs that are empty on a side or too long.
+    """Encodes lines as token ids; leaves out and counts pairs that are too long or have an empty side.
 
     Args:
-        tokenizer: of both sides.
+        tokenizer: the tokenizer of both sides.
         max_tokens: the most tokens of a sentence on either side, END included.
     """
 
@@ -151,7 +151,7 @@ class TextEncoder:
         return LanguagePairs(*kept)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
-        """Encode English lines, and remember some: a corpus of many languages repeats them."""
+        """Encode English lines, and cache some, because a corpus of many languages repeats them."""
         if len(self._targets) > _BLOCK:
             self._targets.clear()
         new = [line for line in dict.fromkeys(lines) if line not in self._targets]

@@ -128,7 +128,7 @@ class CachedPairs(LanguagePairs):
     """The pairs of one language in a cache; its files are mapped when a sentence is first read.
 
     Args:
-        folder: of the language.
+        folder: the language's folder.
         key: everything that the ids depend on.
         tokens: the file and the type of each side's ids, if the ids are not in the cache.
 
@@ -213,10 +213,10 @@ class CachedPairs(LanguagePairs):
 
 
 class PairsWriter:
-    """Write the pairs of one language into a folder, block by block.
+    """Writes the pairs of one language into a folder, block by block.
 
     Args:
-        folder: of the language.
+        folder: the language's folder.
         files: closes the files.
         keep_tokens: copy the ids too. False if `starts` refer to other files of ids.
     """
@@ -303,7 +303,7 @@ class TokenCache:
         with locked(self.folder / ".lock"):
             if folder.exists():  # another process has just written it
                 return
-            for left in self.folder.glob(".*.partial"):  # of a killed process: a live one would hold the lock
+            for left in self.folder.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
                 shutil.rmtree(left)
             partial = self.folder / f".{folder.name}.partial"
             partial.mkdir()
@@ -329,5 +329,5 @@ def _describe(files: Sequence[Path]) -> list[list[Any]]:
 
 def _explain_damage(folder: Path, why: str) -> ValueError:
     return ValueError(
-        f"the token cache {folder} is damaged ({why}): delete that folder, and the next run makes it again"
+        f"the token cache {folder} is damaged ({why}): delete that folder, and the next run creates it again"
     )

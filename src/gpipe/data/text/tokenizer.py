@@ -27,7 +27,7 @@ def clean_line(text: str) -> str:
 
 
 class Tokenizer:
-    """Cut text into pieces of one vocabulary, which all languages and both sides share.
+    """Cuts text into pieces of one vocabulary, which all languages and both sides share.
 
     Args:
         path: a SentencePiece model with the special ids above, such as `train` writes.
@@ -79,7 +79,7 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids have none.
+        """Return the text of ids; special ids have no text.
 
         Raises:
             ValueError: an id is outside the vocabulary.
