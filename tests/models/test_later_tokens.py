@@ -1,4 +1,4 @@
-"""A language model that sees the token that it is to tell is refused."""
+"""A language model that sees the token that it should predict is refused."""
 
 import re
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
 
-_GRAIN = 8  # tokens: sentences share a batch if their lengths, rounded up to a multiple of this, are equal
+_GRAIN = 8  # tokens: sentences share a batch if their lengths round up to the same multiple of this
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Hypothesis:
     """A translation.
 
     Attributes:
-        tokens: without END.
-        score: the sum of the tokens' log-probabilities / (number of tokens) ** length_penalty, both with END.
+        tokens: the ids, without END.
+        score: the sum of the tokens' log-probabilities / (number of tokens) ** length_penalty, both including END.
     """
 
     tokens: list[int]
@@ -32,7 +32,7 @@ class Hypothesis:
 class BeamSearch:
     """Searches for the likeliest translations of many sentences.
 
-    Apart from rounding, the translation of a sentence does not depend on the others. The search never chooses BEGIN and
+    Apart from rounding, the translation of a sentence does not depend on the others. The search never chooses BEGIN or
     UNKNOWN, which have no text.
 
     Args:
@@ -81,7 +81,7 @@ class BeamSearch:
         return [hypotheses[0] for hypotheses in self.search(sentences)]
 
     def search(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        """Return the finished hypotheses of each sentence, the best first."""
+        """Return the finished hypotheses of each sentence, best first."""
         _check_ids(sentences, len(self._dictionary))
         found: dict[int, list[Hypothesis]] = {}
         for limit, batch in self._make_batches(sentences):
@@ -90,7 +90,7 @@ class BeamSearch:
         return [found[index] for index in range(len(sentences))]
 
     def _make_batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield batches of similar lengths, the longest first, each with the length limit of its translations."""
+        """Yield batches of similar lengths, longest first, each with the length limit of its translations."""
         grains: dict[int, list[int]] = {}
         for index, tokens in enumerate(sentences):
             grains.setdefault(math.ceil(len(tokens) / _GRAIN) * _GRAIN, []).append(index)

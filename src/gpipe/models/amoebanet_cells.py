@@ -121,10 +121,10 @@ class Cell(nn.Module):
         genotype: the cell's genotype.
         channels: the width of all its states.
         state_channels: the width of the payload's state.
-        previous_channels: the width of the payload's previous state. None makes the first cell. It takes the stem's
+        previous_channels: the width of the payload's previous state. None makes the first cell, which takes the stem's
             output as its state and, unprojected, as its previous state.
         previous_is_larger: whether there is a reduction cell between the previous state and the state.
-        drop_path: the first drop-path rate.
+        drop_path: the initial drop-path rate.
         norm: makes the batch norms.
 
     Attributes:

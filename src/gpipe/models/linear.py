@@ -17,7 +17,7 @@ def fill_truncated_normal(weight: Tensor, variance: float) -> None:
 
 
 def fill_normal(weight: Tensor, variance: float) -> None:
-    """Fill `weight` from a normal distribution of this variance, ten times faster than from the truncated one."""
+    """Fill `weight` from a normal distribution of this variance, ten times faster than from a truncated one."""
     if not weight.is_meta:  # as above
         nn.init.normal_(weight, std=math.sqrt(variance))
 
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     wants_low_precision = True
 
     def __init__(self, in_features: int, out_features: int, scale: float = 1.0) -> None:
-        self.scale = scale  # nn.Linear draws the weights
+        self.scale = scale  # before nn.Linear draws the weights
         super().__init__(in_features, out_features)
 
     def reset_parameters(self) -> None:
@@ -58,7 +58,7 @@ def softmax_names(layers: nn.ModuleDict) -> set[str]:
     """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes.
 
     Args:
-        layers: any part of a model by layer index, such as `pipeline.layers`.
+        layers: some or all layers of a model, by index, such as `pipeline.layers`.
     """
     return {
         f"layers.{index}.{path}.{name}" if path else f"layers.{index}.{name}"

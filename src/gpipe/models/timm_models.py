@@ -1,4 +1,4 @@
-"""timm's models by name, what they expect of images, and errors that say what to set."""
+"""Build timm's models by name, with the image settings that they expect and errors that say what to set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DataSettings:
 
     Attributes:
         image_size: pixels per side.
-        center_crop: the evaluation crop's share of the shorter side, or of both sides.
-        keep_aspect: whether that crop is a square; timm squashes the images of other models.
+        center_crop: the evaluation crop's share of the shorter side or, without keep_aspect, of each side.
+        keep_aspect: whether that crop is a square; otherwise timm squashes the image.
         interpolation: "bilinear" or "bicubic".
         mean, std: the mean and standard deviation of each channel of pixels in [0, 1].
     """
@@ -37,14 +37,18 @@ class DataSettings:
 
 def check_timm_name(name: str) -> None:
     """Raise ValueError for a model, or a tag of pre-trained weights, that timm does not have."""
+    model = name.partition(".")[0]
     if not timm.is_model(name):
-        close = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+        close = get_close_matches(model, timm.list_models(), n=3)
         such_as = ", ".join(close or ["resnet50", "vit_small_patch16_224"])
-        raise ValueError(f"model.name is {name}, which timm {timm.__version__} does not have: set {such_as}.")
-    tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    if "." in name and name not in tags:
         raise ValueError(
-            f"model.name is {name}, expected one of {', '.join(tags) or 'no tag'} for its weights: set it."
+            f"model.name is {name}, which timm {timm.__version__} does not have: choose another, such as {such_as}."
+        )
+    tags = timm.list_pretrained(f"{model}.*")
+    if "." in name and name not in tags:
+        choice = f"one of {', '.join(tags)}, or " if tags else ""
+        raise ValueError(
+            f"model.name is {name}, but timm has no such pre-trained weights: set {choice}model.name={model}."
         )
 
 
@@ -62,7 +66,7 @@ def data_settings(name: str, channels: int) -> DataSettings:
 
 def _describe(name: str) -> Any:
     found = get_pretrained_cfg(name)
-    assert found is not None, name  # check_timm_name has refused others
+    assert found is not None, name  # check_timm_name has refused unknown names
     return found
 
 
@@ -84,7 +88,7 @@ def make_timm_model(
         channels: the data's.
         image_size: pixels per side, for models of a fixed size.
         pretrained: let timm download weights.
-        arguments: further arguments of timm's.
+        arguments: further arguments for timm.
         seed: the seed of the initial weights.
 
     Raises:
@@ -102,7 +106,7 @@ def make_timm_model(
             reason = (str(error) or type(error).__name__).partition("\n")[0]
             if pretrained and isinstance(error, OSError | RuntimeError):
                 raise ValueError(
-                    f"model.pretrained is true, but timm has no weights of {name} here ({reason}): set "
+                    f"model.pretrained is true, but timm cannot fetch weights of {name} ({reason}): set "
                     "model.pretrained=false, and init_from=<file>.safetensors for weights that you have."
                 ) from error
             raise ValueError(

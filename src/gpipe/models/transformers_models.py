@@ -41,8 +41,8 @@ def check_transformers_type(name: str) -> None:
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"model.name is {name}, expected a language model's type that transformers has, such as gpt2, llama, qwen2 "
-            "or mistral: set it."
+            f"model.name is {name}, expected a type of language model that transformers has: set gpt2, llama, qwen2 or "
+            "mistral, for example."
         )
 
 
@@ -72,7 +72,7 @@ def make_transformers_config(
     except Exception as error:  # configurations may raise anything
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise ValueError(
-            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them; where an "
+            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them; if the "
             "experiment sets them, start from one that does not, such as +experiment=language_model."
         ) from error
 
