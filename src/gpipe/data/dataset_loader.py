@@ -14,7 +14,7 @@ from gpipe.data.randomness import preserve_generators, seed_mini_batch, seed_sam
 class DatasetLoader(EpochLoader):
     """Yields the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
 
-    A resumed training sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch).
+    A resumed run sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch).
     torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index), and for `collate` by
     (seed, epoch, number of the mini-batch).
 
@@ -40,7 +40,7 @@ class DatasetLoader(EpochLoader):
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Unpack[EpochOptions],
     ) -> None:
-        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not say that it has a length
+        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
         super().__init__(num_examples, batch_size, seed, noun="example", **options)
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
 
@@ -92,8 +92,8 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
         kind = type(batch).__name__
         found = f"a {kind} of {len(batch)} entries" if isinstance(batch, tuple | list | dict) else f"of type {kind}"
         raise TypeError(
-            f"a mini-batch of the dataset is {found}, expected (inputs, targets): let its items be pairs (input, "
-            "target), or pass collate=, which makes such a pair of a list of items."
+            f"a mini-batch of the dataset is {found}, expected (inputs, targets): make its items pairs (input, "
+            "target), or pass collate=, which makes such a pair from a list of items."
         ) from None
     return inputs, targets
 

@@ -1,4 +1,4 @@
-"""Find data on the disk, or say what is missing and how to get it."""
+"""Find data on disk, or say what is missing and how to get it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ def refuse_root(name: str, root: str | Path | None) -> None:
     if root is not None:
         raise ValueError(
             f"data.root is {root}, but data.name is {name}, which reads no folder: set data.root=null, or choose "
-            "what is in that folder with data=<name>."
+            "the data set in that folder with data=<name>."
         )
 
 
@@ -27,7 +27,7 @@ def find_training_folder(root: Path) -> Path:
 
 
 class DataMissing(FileNotFoundError):
-    """Data is missing: what was looked for, the expected tree, how to get it, and what works without it."""
+    """Data is missing; the message says what was looked for, the expected tree, how to get it, and what works now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Location:
     )
 
     def find_root(self, name: str, root: str | Path | None) -> Path:
-        """Return the folder that holds the data, after a look at its upper folders.
+        """Return the folder that holds the data, after checking that all `required` patterns match.
 
         All splits must exist: a run must not find out after days that there is no test set.
 

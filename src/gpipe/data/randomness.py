@@ -17,7 +17,7 @@ _ORDER, _AUGMENTATION, _WALK, _MIXING = 1, 2, 3, 4
 
 
 def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
-    """Return the indices of all examples in the order in which this epoch shows them."""
+    """Return the indices of all examples in this epoch's order."""
     return make_epoch_generator(seed, epoch).permutation(num_examples)
 
 

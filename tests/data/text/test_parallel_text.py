@@ -68,7 +68,10 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
         open_corpus("multilingual_embedded", "train", tokenizer=TOKENIZER, languages=["xx"], max_tokens=9)
     missing = root / "valid.fr-en.fr"
     refused(
-        root, f"{missing} does not exist: a language of parallel text needs it in every split", "valid", languages=None
+        root,
+        f"{missing} does not exist: each language of parallel text needs this file in every split",
+        "valid",
+        languages=None,
     )
 
 

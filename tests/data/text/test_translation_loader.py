@@ -285,7 +285,8 @@ def test_the_last_run_gets_enough_sentences_or_there_is_no_way(lengths: list[int
     bounds = cut_by_tokens(np.array(lengths, np.int32), batch_size)
     last, last_two = (bounds[-1][1] - start for start in (bounds[-1][0], bounds[-2:][0][0]))
     if last < least and last_two < 2 * least:
-        with pytest.raises(ValueError, match=f"the last {last_two} sentences make no mini-batches of at least {least}"):
+        said = f"the last {last_two} sentences are too few for mini-batches of at least {least}"
+        with pytest.raises(ValueError, match=said):
             fill_last(bounds, least)
         return
     filled = fill_last(bounds, least)
@@ -294,5 +295,6 @@ def test_the_last_run_gets_enough_sentences_or_there_is_no_way(lengths: list[int
 
 
 def test_too_few_sentences_for_the_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="the last 3 sentences make no mini-batches of at least 2, one per replica"):
+    said = "the last 3 sentences are too few for mini-batches of at least 2, one per replica"
+    with pytest.raises(ValueError, match=said):
         fill_last([(0, 2), (2, 3)], 2)

@@ -3,7 +3,7 @@
 A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1], or normalised by a
 model's mean and standard deviation; or to uint8, from which `BytesToPixels` computes the same. Like the transforms of
 torchvision and timm, it draws from the global generators of torch, numpy and random; `ImageLoader` seeds them for each
-sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half of PIL's time,
+sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half PIL's time,
 and the rest is a few passes over floats, in place. The number of threads changes no bit of the result.
 """
 
@@ -63,8 +63,8 @@ def training_transform(
         random_erasing: the probability that normal noise replaces a rectangle of 2 % to a third of the area, as in
             timm's own training (Zhong et al., 2020). Its pixels may lie outside [-1, 1].
         interpolation: how to resize, "bilinear" or "bicubic".
-        mean: the mean of each channel of pixels in [0, 1], which becomes 0. None is 0.5.
-        std: the standard deviation of each channel of pixels in [0, 1], which becomes 1. None is 0.5.
+        mean: the mean of each channel of pixels in [0, 1], which becomes 0. None means 0.5.
+        std: the standard deviation of each channel of pixels in [0, 1], which becomes 1. None means 0.5.
         as_bytes: leave the last step to `BytesToPixels`, unless there is jitter, cutout or erasing.
 
     Raises:
@@ -94,7 +94,7 @@ def training_transform(
         steps.append(partial(_jitter, color_jitter))
     if cutout:
         steps.append(v2.RandomErasing(1.0, (cutout**2, cutout**2), (1.0, 1.0)))
-    steps += _normalization(mean, std)
+    steps += _make_normalization(mean, std)
     if random_erasing:
         from timm.data.random_erasing import RandomErasing  # takes seconds to load
 
@@ -123,8 +123,8 @@ def evaluation_transform(
             in the public TPU code.
         keep_aspect: take a square instead, whose side is this share of the shorter one, as timm does.
         interpolation: as in `training_transform`.
-        mean: as there.
-        std: as there.
+        mean: as in `training_transform`.
+        std: as in `training_transform`.
         as_bytes: leave the last step to `BytesToPixels`.
 
     Raises:
@@ -137,7 +137,7 @@ def evaluation_transform(
         partial(_crop_centre, center_crop, keep_aspect),
         partial(_resize, image_size, channels, interpolation),
     ]
-    return partial(_apply, steps if as_bytes else [*steps, _to_pixels, *_normalization(mean, std)], channels)
+    return partial(_apply, steps if as_bytes else [*steps, _to_pixels, *_make_normalization(mean, std)], channels)
 
 
 class BytesToPixels:
@@ -159,7 +159,7 @@ class BytesToPixels:
         if images.dtype is not torch.uint8:
             return images
         if images.device not in self._steps:
-            self._steps[images.device] = _normalization(*self._moments, device=images.device)
+            self._steps[images.device] = _make_normalization(*self._moments, device=images.device)
         pixels = _to_pixels(images)
         for step in self._steps[images.device]:
             pixels = step(pixels)
@@ -204,7 +204,7 @@ def _resize(image_size: int, channels: int, interpolation: str, image: Image.Ima
 
 
 def _flip(levels: torch.Tensor) -> torch.Tensor:
-    """Mirror half of the images [c, h, w], for small ones in a third of torchvision's time."""
+    """Mirror an image [c, h, w] with probability 1/2; a small one takes a third of torchvision's time."""
     return levels.flip(2) if torch.rand(()).item() < 0.5 else levels
 
 
@@ -213,10 +213,10 @@ def _to_pixels(levels: torch.Tensor) -> torch.Tensor:
     return levels.to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def _normalization(
+def _make_normalization(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str = "cpu"
 ) -> list[Callable[[Any], Any]]:
-    """Return the step from [-1, 1] to a model's own mean and deviation of pixels; [] if it has none of its own."""
+    """Return the step that normalises pixels in [-1, 1] by mean and std; [] if both are 0.5."""
     means, deviations = mean or [0.5], std or [0.5]
     if {*means, *deviations} == {0.5}:
         return []

@@ -28,7 +28,7 @@ class TableCounts:
     """The numbers of an image set in Table 4 of the paper.
 
     Attributes:
-        notes: split -> why an intact copy of the set has another number of images.
+        notes: split -> why an intact copy of the set has a different number of images.
     """
 
     num_classes: int
@@ -262,7 +262,7 @@ def check_image_set(
 
     Args:
         name: one of IMAGE_SETS.
-        root: the folder that holds the set; None is its usual place.
+        root: the folder that holds the set; None means its usual place.
         num_classes: the number of classes that it should have, if known.
         validation_share: for a user's own set, the share of each class that is for evaluation; None expects a split.
 
@@ -294,7 +294,7 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
 
     Raises:
         DataMissing: the set is missing.
-        ValueError: the name is unknown, or it takes long to count them.
+        ValueError: the name is unknown, or counting the classes takes long.
     """
     check_known("image set", name, IMAGE_SETS)
     source = IMAGE_SETS[name]
@@ -324,7 +324,7 @@ def open_image_set(
         name: one of IMAGE_SETS.
         split: "train" or "test". As in the paper's Table 4, ImageNet's "test" is its 50,000 validation images, and
             "train" of Oxford Pets and FGVC Aircraft is their training and validation images together.
-        root: the folder that holds the set; None is its usual place.
+        root: the folder that holds the set; None means its usual place.
         validation_share: as in `check_image_set`.
 
     Raises:

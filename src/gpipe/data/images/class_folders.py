@@ -20,13 +20,13 @@ def count_class_folders(root: Path) -> int:
 
 
 def _list_classes(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder that are not hidden, sorted."""
+    """Return the sorted names of a folder's subfolders that are not hidden."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
 
 
 def check_own_folders(root: Path, share: float | None) -> None:
-    """Refuse a folder of the user's own images that lacks evaluation images, or has two kinds of them.
+    """Refuse a user's folder without two or more well-named classes, or without evaluation images from one source.
 
     Args:
         root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
@@ -45,7 +45,7 @@ def check_own_folders(root: Path, share: float | None) -> None:
         )
     if (num_classes := count_class_folders(root)) < 2:
         raise ValueError(
-            f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, "
+            f"data.root is {root}, which has {num_classes} class folders in {find_training_folder(root)}, "
             "expected 2 or more: sort your images into one folder per class."
         )
     for name in _list_classes(folder := find_training_folder(root)):
@@ -59,7 +59,7 @@ def check_own_folders(root: Path, share: float | None) -> None:
 
 
 def _find_classes(root: Path) -> list[str]:
-    """Return the names of the folders of root/train, which are those of root/val."""
+    """Return the names of the folders of root/train, which must be those of root/val."""
     names, val_names = (_list_classes(root / name) for name in ("train", "val"))
     if different := sorted(set(val_names).symmetric_difference(names)):
         raise ValueError(
@@ -75,7 +75,7 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     Args:
         root: as in `check_own_folders`.
         split: "train" or "test".
-        share: as in `check_own_folders`. Images are drawn by their names, so further images move hardly any others.
+        share: as in `check_own_folders`. Images are drawn by their names, so adding images moves hardly any others.
 
     Raises:
         ValueError, FileNotFoundError: as `open_class_folders`.
@@ -109,7 +109,7 @@ def take_share(images: Sequence[str], split: str, share: float, class_name: str)
 def draw_share(images: Sequence[str], share: float) -> set[str]:
     """Return which of 2 or more images are for evaluation: this share of them, at least one, and not all.
 
-    They are drawn by their names. An image that is listed twice counts once, and one further image moves at most one
+    They are drawn by their names. An image that is listed twice counts once, and adding an image moves at most one
     other between the splits.
     """
     ordered = sorted(set(images), key=lambda name: sha256(name.encode(errors="surrogateescape")).digest())

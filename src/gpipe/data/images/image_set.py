@@ -161,7 +161,7 @@ def is_hidden(name: str) -> bool:
 
 
 def is_class_name(name: str) -> bool:
-    """Return whether a line of a text file and a terminal can show a name: it is UTF-8 without control characters."""
+    """Return whether a name fits on one line of a file or terminal: UTF-8 without control characters."""
     return name.isprintable() or not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
 

@@ -25,7 +25,9 @@ SEPARATOR = "|"
 class _Table(NamedTuple):
     """The contents of a table.
 
-    labels: each image's, one or several. has_several: whether the table's column is `labels`.
+    Attributes:
+        labels: those of each image, one or several.
+        has_several: whether the column is called `labels`.
     """
 
     path: Path
@@ -40,12 +42,12 @@ def count_table_classes(root: Path) -> int:
 
 
 def has_several_labels(root: Path) -> bool:
-    """Return whether the images of the training table have several labels each."""
+    """Return whether the images of the training table may have several labels each."""
     return _read_split(root, "train").has_several
 
 
 def check_own_table(root: Path, share: float | None) -> None:
-    """Refuse tables that lack evaluation images, or have two kinds of them, or do not fit each other.
+    """Refuse tables without two or more classes or evaluation images from one source, or that do not match.
 
     Args:
         root: has train.csv or train.parquet, and one such table called val, unless there is a share.
@@ -73,7 +75,7 @@ def check_own_table(root: Path, share: float | None) -> None:
         if unknown := sorted(set(_list_classes(other)) - set(classes)):
             raise ValueError(
                 f"{other.path} has the label {unknown[0]!r}, which no image of {table.path} has: correct it, or add "
-                "training images of it."
+                "training images with it."
             )
 
 
@@ -158,15 +160,15 @@ def _read(path: Path, _changed: int) -> _Table:
     own = [name for name in ("label", "labels") if name in columns]
     if "path" not in columns or len(own) != 1:
         raise ValueError(
-            f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label, for one label "
-            "each, or labels, for several: rename them."
+            f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label (one per image) or "
+            "labels (several): rename them."
         )
     has_several = own == ["labels"]
     for row, value in enumerate(columns[own[0]], start=1):
         if has_several and not (_is_missing(value) or isinstance(value, str | list)):
             raise ValueError(
-                f"{path}, image {row}, has the labels {value!r}, expected a list, or words with {SEPARATOR} between "
-                "them: write those, or rename the column to label, for one label each."
+                f"{path}, image {row}, has the labels {value!r}, expected a list, or words separated by {SEPARATOR}: "
+                "correct it, or call the column label if each image has one."
             )
     names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
     labels = [_split(value, has_several) for value in columns[own[0]]]

@@ -1,4 +1,4 @@
-"""Mini-batches of images for one process of the training."""
+"""Mini-batches of images for one training process."""
 
 import multiprocessing
 import sys
@@ -222,7 +222,7 @@ def _stack(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
 
 
 class _QuietLoader(DataLoader[_Answer]):
-    """Does not warn of more workers than cores: the default suits more cores, and does no harm on a laptop of two."""
+    """Does not warn of more workers than cores: the default suits more cores, and does no harm on a laptop with two."""
 
     def check_worker_number_rationality(self) -> None:
         """Accept any number."""

@@ -1,4 +1,4 @@
-"""Image sets that torchvision reads; the result is checked against the files on the disk."""
+"""Image sets that torchvision reads; the result is checked against the files on disk."""
 
 import re
 import struct
@@ -38,7 +38,7 @@ def _find_changed(cifar: Any, folder: Path) -> str:
 
     checksums = [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]
     changed = next(name for name, checksum in checksums if not check_integrity(str(folder / name), checksum))
-    return f"{folder / changed} is not the original file, its md5 checksum differs; unpack {cifar.filename} again"
+    return f"{folder / changed} is not the original file: its md5 checksum differs; unpack {cifar.filename} again"
 
 
 def open_stanford_cars(root: Path, split: str) -> ImageFiles:

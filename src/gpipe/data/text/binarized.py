@@ -117,7 +117,7 @@ class _Side:
         self._tokens = _map(path, kind)
         self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
         self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
-        self._end = 0  # of what was read so far, in tokens
+        self._end = 0  # the end of what was read so far, in tokens
 
     def __len__(self) -> int:
         return len(self._lengths)

@@ -92,7 +92,7 @@ class LanguagePairs:
 class ParallelCorpus:
     """One split of a corpus of several languages with one target language.
 
-    Pairs are numbered from 0 on, language after language.
+    Pairs are numbered from 0, language by language.
 
     Args:
         pairs: language -> its pairs, at least one each.
@@ -124,7 +124,7 @@ class ParallelCorpus:
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
         self._blocks = self._pairs
         if all(each.is_in_memory for each in self._pairs):
-            # One array for all languages: a mini-batch is read at once, and the tokens are kept only once.
+            # One array for all languages: a mini-batch is one read, and the tokens are stored only once.
             whole = LanguagePairs.join(self._pairs)
             self._blocks = [whole]
             self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]

@@ -47,7 +47,7 @@ def find_files(root: Path, split: str, language: str, endings: Sequence[str], re
 
 def find_text_files(root: Path, split: str, language: str) -> list[Path]:
     """Return the text file of a language and the English one; errors as in `find_files`."""
-    return find_files(root, split, language, ("",), "a language of parallel text needs it in every split")
+    return find_files(root, split, language, ("",), "each language of parallel text needs this file in every split")
 
 
 def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
@@ -55,7 +55,7 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
 
     Raises:
         ValueError: a file is missing, the files differ in length, a line is longer than 1 MiB, or text is not UTF-8.
-            The message has file and line.
+            The message names file and line.
     """
     paths = find_text_files(root, split, language)
     counts = [0, 0]
@@ -87,7 +87,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def open_text(
     cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
 ) -> CachedPairs:
-    """Open a language of plain text; tokenise it the first time, some thousand lines at a time."""
+    """Open a language of plain text; tokenise it the first time, block by block."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         encoder = TextEncoder(tokenizer, max_tokens)
@@ -143,7 +143,7 @@ class TextEncoder:
         targets = self._encode_targets([pair.target for pair in block])
         encoded = list(zip(block, sources, targets, strict=True))
         full = [each for each in encoded if each[1] and each[2]]
-        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END comes on top
+        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END adds one
         _count_skipped(self._empty, encoded, full)
         _count_skipped(self._long, full, short)
         size = self._tokenizer.vocabulary_size

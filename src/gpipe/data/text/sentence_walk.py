@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpipe.data.randomness import make_walk_generator
 
 # Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random order, so
-# it needs no permutation of all pairs, and reads the disk in pieces of some hundred kilobytes. With blocks of 2,048
+# it needs no permutation of all pairs, and reads the disk in pieces of a few hundred kilobytes. With blocks of 2,048
 # pairs, the pages that the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14
 _NUM_ROUNDS = 8
@@ -27,7 +27,7 @@ def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0: 1 draws by size, more draws more evenly")
     shares = np.asarray(num_pairs, dtype=np.float64)
-    weights = (shares / shares.max()) ** (1 / temperature)  # over the largest: at low temperatures, shares underflow
+    weights = (shares / shares.max()) ** (1 / temperature)  # at low temperatures, undivided shares would underflow
     return np.asarray(weights / weights.sum())
 
 
@@ -96,7 +96,7 @@ class SentenceWalk:
 
 
 class IndexPermutation:
-    """Permutes range(num) index by index, without memory, by a Feistel network over the next even number of bits.
+    """Permutes range(num) index by index, without memory, with a Feistel network over the next even number of bits.
 
         left | right  ->  right | left ^ hash(right, key)        one round; invertible for any hash
 

@@ -1,4 +1,4 @@
-"""Token ids on the disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
+"""Token ids on disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
 
     <folder>/.lock                                    locked by the process that writes; the others wait
     <folder>/train.de-en.<digest>/description.json    its sources and counts
@@ -8,7 +8,7 @@
                                   targets. ...        the same
 
 The digest covers everything that the ids depend on: the text files' names, sizes and modification times, the tokenizer,
-the longest sentence, and the version of this format. Text that changes is therefore tokenised again. A folder appears
+the length limit, and the version of this format. Text that changes is therefore tokenised again. A folder appears
 only when it is complete. You may delete a folder at any time if no run uses it.
 """
 
@@ -109,7 +109,7 @@ class CachedSentences(Sentences):
 
 
 class _MappedFile:
-    """A file of numbers mapped into memory: the system reads the parts in use, and may drop them again."""
+    """A file of numbers mapped into memory: the system reads the parts in use and may drop them again."""
 
     def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a SentencePiece model with this project's special ids."""
+"""Text to token ids and back, with a SentencePiece model that has this project's special ids."""
 
 import re
 import stat

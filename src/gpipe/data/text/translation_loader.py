@@ -1,4 +1,4 @@
-"""Mini-batches of sentence pairs for one process of the training."""
+"""Mini-batches of sentence pairs for one training process."""
 
 import time
 from bisect import bisect_left, bisect_right
@@ -37,7 +37,7 @@ class TranslationLoader(EpochPosition):
 
     Training (shuffle=True): an epoch has max(1, tokens of the corpus // batch_size) mini-batches.
     `sampling_probabilities` sets how many pairs it draws of each language; a walk through the language chooses them
-    without repeats. An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither the
+    without repeats. An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither
     memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
         walk through the pairs     | epoch 0, shard 0 | shard 1  | shard 2   | epoch 1, shard 0 | ...
@@ -50,12 +50,12 @@ class TranslationLoader(EpochPosition):
 
     Args:
         corpus: the pairs.
-        batch_size: the most tokens of a mini-batch over all replicas: sentences x the longest on either side, END
+        batch_size: the most tokens in a mini-batch over all replicas: sentences x the longest on either side, END
             included.
         seed: the seed of the draws.
         shuffle: True for training, False for evaluation.
         temperature: see `sampling_probabilities`.
-        only: the languages to use; None is all.
+        only: the languages to use; None means all.
         load_inputs: False yields None instead of the inputs. A process that loads neither inputs nor targets keeps
             nothing of the corpus and plans nothing.
         load_targets: False yields None instead of the targets.
@@ -145,7 +145,7 @@ class TranslationLoader(EpochPosition):
         return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
 
     def _first_batch(self, shard: int) -> int:
-        """Return the first mini-batch of a shard. Shards are even: a short one would mix unlike lengths."""
+        """Return the first mini-batch of a shard. Shards are equally long: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
 
     def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
@@ -229,8 +229,8 @@ def fill_last(bounds: Bounds, least: int) -> Bounds:
     before = bounds[-2] if len(bounds) > 1 else (start, start)
     if before[1] - before[0] - missing < least:
         raise ValueError(
-            f"the last {end - before[0]} sentences make no mini-batches of at least {least}, one per replica: choose "
-            "another batch_size, or fewer replicas"
+            f"the last {end - before[0]} sentences are too few for mini-batches of at least {least}, one per replica: "
+            "choose another batch_size, or fewer replicas"
         )
     return [*bounds[:-2], (before[0], start - missing), (start - missing, end)]
 
