@@ -93,7 +93,7 @@ def test_a_second_trainer_of_a_trained_pipeline_does_not_end_silently(tmp_path: 
     first.train()  # nothing is left to train
     assert first.pipeline.step == num_steps
     second = replace(first)
-    said = f"^pipeline.step is {num_steps}, but this trainer stands at step 0 of {num_steps}: .* set pipeline.step = 0"
+    said = f"^pipeline.step is {num_steps}, but this trainer is at step 0 of {num_steps}: .* set pipeline.step = 0"
     with pytest.raises(ValueError, match=said):
         second.train()
     second.pipeline.step = 0

@@ -88,7 +88,7 @@ class Checkpoints:
         """Load the state of a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         model, optimizer = get_tensors(self._pipeline, self._ema), wrap_optimizer(self._optimizer)
         manifest = load_checkpoint(path, self._pipeline, model, optimizer)
@@ -103,7 +103,7 @@ class Checkpoints:
             The checkpoint's folder and manifest; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: all are damaged; a new training would overwrite them silently.
+            CheckpointError: all are damaged; a new run would silently overwrite them.
         """
         paths = list_newest_first(self._folder) if self._folder is not None else []
         for path in paths:
@@ -121,7 +121,7 @@ class Checkpoints:
         """Load a checkpoint's averages or, if it has none, its weights; leave the tensors called `replaced` unchanged.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         model = get_tensors(self._pipeline, self._ema)
         load_weights(

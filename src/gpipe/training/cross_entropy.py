@@ -26,7 +26,7 @@ class Judgement(NamedTuple):
     """The figures of n targets; all but the losses are detached.
 
     Attributes:
-        losses: [n], in nats, with smoothed labels; in float32 at least.
+        losses: [n], in nats, with smoothed labels; float32 or wider.
         nll: [n], the losses without smoothing.
         correct: bool [n] for each requested rank k: whether the target is among the k largest logits.
         num_at_limit: int32 [n], the number of its logits at or beyond the limit; None without a limit.
@@ -46,7 +46,7 @@ def judge(
     ranks: Sequence[int] = (1,),
     limit: float | None = None,
 ) -> Judgement:
-    """Return the figures of each target; nothing here waits for the device.
+    """Return the figures of each target, without waiting for the device.
 
     Args:
         logits: [..., classes].
@@ -129,7 +129,7 @@ class _Judge(torch.autograd.Function):
 def _read(rows: Tensor, targets: Tensor, rank: int, limit: float | None, *, averages: bool) -> list[Tensor]:
     """Return, for each row, the logarithm of the target's softmax and the classes of the largest logits.
 
-    Then come, if it `averages`, the mean of all logarithms and, with a limit, the number of logits at or beyond it.
+    With `averages`, also the mean of all logarithms; with a limit, also the number of logits at or beyond it.
     """
     logarithms = F.log_softmax(rows, -1, dtype=widen_type(rows.dtype))
     found = [logarithms.gather(1, targets[:, None]), rows.topk(rank).indices]

@@ -37,7 +37,7 @@ class Ema:
             raise ValueError(f"ema.decay is {decay}, but it must be at least 0 and less than 1.")
         for name, tensor in layers.state_dict().items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
-                # timm would round at random, from a generator whose state no checkpoint has, or stand still.
+                # timm would round at random, from a generator that no checkpoint saves, or never change the average.
                 raise ValueError(f"layers.{name} is {tensor.dtype}, too coarse for an average: keep float32 weights.")
         self._source = _Named(layers)
         self._average = _Average(self._source, decay=decay, use_warmup=warm_up)

@@ -1,4 +1,4 @@
-"""Early ends of a training: a request to stop, or a number that is not finite."""
+"""How a training ends early: a request to stop, or a number that is not finite."""
 
 from gpipe.pipeline.job.errors import FirstNonFinite, NonFiniteError
 
@@ -28,7 +28,7 @@ def explain_non_finite(
 
     Args:
         error: the training step's error.
-        place: where a second forward pass of the same mini-batch first had such a number; None is nowhere.
+        place: where a second forward pass of the same mini-batch first had such a number; None if nowhere.
         skipped: the number of mini-batches skipped before.
         is_saved: whether the state before the step is saved.
     """

@@ -32,7 +32,7 @@ class EvaluationMetrics:
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of targets, their loss, and how many are in the top 1 and, with 5 classes, the top 5.
+        """Return the number of targets, their loss, and how many are in the top 1 and, from 5 classes up, the top 5.
 
         Args:
             logits: [..., classes]; the sums stay on their device.
@@ -75,22 +75,22 @@ class MultiLabelMetrics:
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums of images, losses, "top1", and of labels: found, claimed and present.
+        """Return the sums over images: their number, loss, "top1", and labels found, predicted and present.
 
         Args:
-            logits: [n, classes]; a class is claimed if its probability is one half or more.
+            logits: [n, classes]; a class is predicted if its probability is one half or more.
             targets: 0 or 1, float [n, classes], on any device.
         """
         targets = targets.to(logits.device, torch.float32, non_blocking=True)
         losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1)
-        claimed = (logits >= 0).double()
+        predicted = (logits >= 0).double()
         return torch.stack(
             [
                 torch.full((), len(targets), dtype=torch.float64, device=logits.device),
                 losses.double().sum(),
                 find_labelled(logits, targets).double().sum(),
-                (claimed * targets).sum(),
-                claimed.sum(),
+                (predicted * targets).sum(),
+                predicted.sum(),
                 targets.double().sum(),
             ]
         )
@@ -100,13 +100,13 @@ class MultiLabelMetrics:
 
         "f1" is the harmonic mean of precision and recall, over all labels of all images.
         """
-        num_images, loss, right, found, claimed, there = sums.tolist()
+        num_images, loss, right, found, predicted, present = sums.tolist()
         if num_images == 0:
             raise ValueError("the evaluation set gave 0 images: check its split.")
         return {
             "loss": loss / num_images,
             "top1": right / num_images,
-            "f1": 2 * found / (claimed + there) if claimed + there else 1.0,
+            "f1": 2 * found / (predicted + present) if predicted + present else 1.0,
         }
 
 
@@ -128,7 +128,7 @@ class TokenMetrics:
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
-        """Return [languages, 3]: the number of tokens per language, their loss, and how many were predicted.
+        """Return [languages, 3]: the number of tokens per language, their loss, and how many were predicted right.
 
         Args:
             logits: [batch, time, vocabulary].
@@ -205,7 +205,7 @@ def evaluate(
         loader: the same on every process.
         layers: evaluated in place of the pipeline's own, such as their moving average.
         metrics: EvaluationMetrics by default.
-        max_batches: the most mini-batches to evaluate, chosen by `choose_batches`; None is all.
+        max_batches: the most mini-batches to evaluate, chosen by `choose_batches`; None means all.
 
     Raises:
         ValueError: the loader has no mini-batches.
@@ -239,7 +239,7 @@ def choose_batches(num_batches: int, max_batches: int | None) -> Sequence[int]:
 
     Args:
         num_batches: the number of mini-batches of the set.
-        max_batches: the most to evaluate; None is all.
+        max_batches: the most to evaluate; None means all.
     """
     if max_batches is None or max_batches >= num_batches:
         return range(num_batches)

@@ -16,7 +16,7 @@ class Loader(Protocol):
     """
 
     batch_numbers: Sequence[int] | None
-    """Which mini-batches the next iteration yields, ascending from 0; None, to which `set_epoch` resets it, is all."""
+    """The next iteration's mini-batches, numbered from 0, ascending; `set_epoch` resets it to None, which means all."""
 
     wait_seconds: float
     """The seconds that the current iteration has waited for data so far."""

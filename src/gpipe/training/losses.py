@@ -67,7 +67,7 @@ class ClassificationLoss(_HeadsLoss):
 class MultiLabelLoss(_HeadsLoss):
     """Binary cross-entropy of each class with smoothed labels, averaged over the classes and the images.
 
-    Targets tell whether an image has each label: 0 or 1, float [n, classes]. Smoothing moves them towards one half. The
+    Targets say whether an image has each label: 0 or 1, float [n, classes]. Smoothing moves them towards one half. The
     metric "top1" is the fraction of images whose likeliest class is one of their labels.
     """
 

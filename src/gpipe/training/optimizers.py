@@ -1,4 +1,4 @@
-"""Optimisers whose state is addressed by parameter names, so that it saves and loads with any partitioning."""
+"""Optimisers whose state is keyed by parameter names, so that it saves and loads with any partitioning."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -175,7 +175,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 if isinstance(value, Tensor):
                     state[f"{name}/{slot}"] = value.detach()
                 elif value is not None:
-                    kind = torch.float64 if isinstance(value, float) else None  # Python's own
+                    kind = torch.float64 if isinstance(value, float) else None  # Python's own precision
                     state[f"{name}/{_NUMBER}{slot}"] = torch.tensor(value, dtype=kind)
     return state
 

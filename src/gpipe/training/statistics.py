@@ -1,6 +1,6 @@
 """Estimate the statistics of batch norms for the current weights.
 
-Moving averages lag behind the weights, and after few steps they are still near their initial values. Averaged weights
+Moving averages lag behind the weights, and after a few steps they are still near their initial values. Averaged weights
 have never seen a mini-batch: the statistics averaged beside them belong to other weights.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_MOST_TIMED = 10_000  # the last steps of a training of any length
+_MOST_TIMED = 10_000  # of a long training, only this many of the last steps
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepSpeed:
 
 @dataclass
 class Totals:
-    """The figures of a training so far; checkpoints have those in `resumable`.
+    """The figures of a training so far; checkpoints save those that `resumable` returns.
 
     Attributes:
         num_worse: the number of evaluations since the first set's lowest loss.
@@ -140,7 +140,7 @@ class Totals:
         return True
 
     def forget_evaluations(self) -> None:
-        """Forget all evaluations, but not that batch norms have the statistics of one (`evaluated_step`)."""
+        """Drop the figures of evaluations, but not `evaluated_step`: batch norms keep the statistics of that one."""
         self.evaluation, self.best_top1 = {}, None
         self.least_loss, self.least_saved_loss, self.num_worse = {}, None, 0
 

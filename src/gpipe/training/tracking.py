@@ -95,7 +95,7 @@ class Tracker:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._own = OwnFolder(folder)
-        run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
+        run_id = _read_run_id(folder) or _read_run_id(resumed) or secrets.token_hex(4)
         names = {"project": project, "group": group, "name": name, "tags": tags}
         try:
             self._mirror = _open_mirror(mode, folder, run_id, config or {}, names)
@@ -240,7 +240,7 @@ def _is_until(line: bytes, step: int) -> bool:
         return False
 
 
-def _run_id(folder: Path | None) -> str | None:
+def _read_run_id(folder: Path | None) -> str | None:
     """Return the Weights & Biases id in an earlier run's folder; None if there is none."""
     if folder is None or not (folder / RUN_ID_FILE).exists():
         return None

@@ -66,10 +66,10 @@ class Trainer:
         evaluation_loaders: loaders by name; the first is the main one. Without any, nothing is evaluated.
         metrics: the metrics of evaluations, instead of the pipeline's loss; by default a loss and accuracies of
             classes. For other outputs or targets give your own, see `gpipe.training.evaluation.Metrics`.
-        evaluate_every_epochs, evaluate_every_steps: if both are None, never; otherwise also at the end of training.
+        evaluate_every_epochs, evaluate_every_steps: evaluate at these intervals and at the end; never if both are None.
         statistics_loader: like `train_loader`; before an evaluation, it estimates the statistics of batch norms.
         num_statistics_batches: the number of mini-batches of an estimate; None evaluates with the moving averages.
-        max_evaluation_batches: the most mini-batches to evaluate per set, spread evenly; None is all.
+        max_evaluation_batches: the most mini-batches to evaluate per set, spread evenly; None means all.
         evaluate_raw: whether to evaluate the weights themselves beside their moving averages.
         profile_step: torch's profiler records this step, and this process writes `profile_file`, a trace for Perfetto.
         patience: end training after this many evaluations in a row without a lower loss on the main set; None never.
@@ -86,7 +86,7 @@ class Trainer:
         asked_to_stop: returns why training should stop, or None. If any process returns a reason, all stop before the
             next step.
         non_finite: "stop" ends the training at a loss or gradient that is not finite (see `explain_non_finite`); "skip"
-            skips its mini-batch, up to `max_skipped_steps` times: a step without an update.
+            skips the update for that mini-batch, up to `max_skipped_steps` times.
     """
 
     pipeline: Pipeline
@@ -197,8 +197,8 @@ class Trainer:
         The run then equals, bit for bit, one that never stopped.
 
         Raises:
-            CheckpointError: the named checkpoint is damaged.
-            ValueError: it has another seed or number of mini-batches.
+            CheckpointError: the checkpoint, or each in the folder, is damaged, or belongs to another model.
+            ValueError: it has another seed or number of mini-batches per epoch.
         """
         if path is not None:
             manifest = self._checkpoints.load(path)
@@ -211,7 +211,7 @@ class Trainer:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self._seed}: resume with that seed.")
         if position.step != position.epoch * len(self.train_loader) + position.batch:
             raise ValueError(
-                f"{path} stands at step {position.step} as mini-batch {position.batch} of epoch {position.epoch}, but "
+                f"{path} was saved at step {position.step}, mini-batch {position.batch} of epoch {position.epoch}, but "
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
@@ -226,10 +226,10 @@ class Trainer:
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Load the averages of another run's checkpoint, or its weights if it has none.
 
-        The tensors called `replaced` stay as they are.
+        The tensors named in `replaced` stay as they are.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         self._checkpoints.load_weights(path, replaced)
 
@@ -244,7 +244,7 @@ class Trainer:
         own_step = self._epoch * len(self.train_loader) + self._batch
         if self.pipeline.step != own_step:
             raise ValueError(
-                f"pipeline.step is {self.pipeline.step}, but this trainer stands at step {own_step} of "
+                f"pipeline.step is {self.pipeline.step}, but this trainer is at step {own_step} of "
                 f"{self.num_steps}: something else has trained the pipeline; set pipeline.step = 0 to begin a training "
                 "with its weights, or resume from a checkpoint."
             )
@@ -263,7 +263,7 @@ class Trainer:
             self._close_loaders()
             raise
         except BaseException as error:
-            # Of a broken image, for example: the other stages would wait. All processes may raise CheckpointError.
+            # The other stages would wait for this one, after a broken image for example. All may raise CheckpointError.
             self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
             raise  # without closing loaders, whose processes may hang: they exit with this process
@@ -293,7 +293,7 @@ class Trainer:
         self.train_loader.batch_numbers = range(self._batch, len(self.train_loader))
         waited_seconds, num_replaced, started = 0.0, 0, time.perf_counter()
         for batch in iterate(self.train_loader, self.pipeline):
-            with self._profiled():
+            with self._profile():
                 values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
@@ -321,8 +321,8 @@ class Trainer:
             started = time.perf_counter()
 
     @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Record the next step if it is `profile_step`."""
+    def _profile(self) -> Iterator[None]:
+        """Profile the step in the block if it is `profile_step`."""
         if self.profile_file is None or self.pipeline.step != self.profile_step:
             yield
             return
@@ -411,7 +411,7 @@ class Trainer:
         raise Stopped(reason, self.pipeline.step, saved_step=self._checkpoints.saved_step)
 
     def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
-        """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
+        """Add a finished step to the totals, the log and the progress; `seconds` includes the wait for data."""
         totals = self._totals
         if report.timeline is not None:
             if self.pipeline.job.overlaps:
@@ -515,5 +515,5 @@ class Trainer:
 
 
 def _is_due(count: int, every: int | None) -> bool:
-    """Return whether something is due at this count, once in `every`; None is never."""
+    """Return whether something is due at this count, every `every` counts; never if None."""
     return every is not None and count % every == 0
