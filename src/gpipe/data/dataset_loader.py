@@ -21,7 +21,7 @@ class DatasetLoader(EpochLoader):
     Args:
         dataset: has a length, and items by index.
         batch_size: examples per replica and step.
-        seed: the seed of the order and of what items draw.
+        seed: the seed of the order and of the items' random numbers.
         num_workers: processes that read items; 0 reads in this process. Only the speed depends on it.
         collate: turns a list of items into a mini-batch (inputs, targets); torch's by default.
         options: those of EpochOptions; `shuffle` is required.

@@ -50,7 +50,7 @@ class Checkpoints:
     """Saves and loads a pipeline, its optimiser and averages; every process creates one and calls the same methods.
 
     Args:
-        folder: the folder of the checkpoints; None saves nothing, and has none to load.
+        folder: the folder of the checkpoints; None saves and loads nothing.
         pipeline: the pipeline whose layers are saved.
         optimizer: the optimiser whose state is saved.
         ema: the averages; None if there are none.

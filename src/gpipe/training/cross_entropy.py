@@ -77,7 +77,7 @@ def _compare(largest: Tensor, targets: Tensor, ranks: Sequence[int]) -> tuple[Te
 
 
 def find_labelled(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return whether each image's likeliest class is one of its labels: twice [n, classes] -> bool [n]."""
+    """Return whether each image's likeliest class is one of its labels: both [n, classes] -> bool [n]."""
     return targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1) > 0
 
 

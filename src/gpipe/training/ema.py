@@ -11,7 +11,7 @@ from timm.utils.model_ema import ModelEmaV3  # isort: skip
 
 
 class Ema:
-    """A second set of this process's layers, which averages the states of the first over the steps.
+    """A copy of this process's layers that averages their states over the steps.
 
     Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
     Source: the public TPU code averages weights and moving statistics with decay 0.9999.

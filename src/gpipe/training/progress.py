@@ -79,14 +79,14 @@ class _FiguresColumn(ProgressColumn):
 
 
 class Progress:
-    """Shows the steps of a training, on a terminal as a bar, elsewhere as a line every `interval_seconds`.
+    """Shows the steps of a training: as a bar on a terminal, elsewhere as a line every `interval_seconds`.
 
         ━━━━━━╺━━━━━━━━━ 412/1000 0:03:20 left epoch 2/5  loss 1.2500  top-1 50.0%
 
     The time left is estimated from this session's steps except its first, which is slower; it includes evaluations and
     saves. `under_way` returns what makes a step take long, such as "compiling layer 3 of 9", or None. With `enabled`
-    False, as on all processes but one, nothing is written. A failure here never ends a run: it continues without
-    progress, after one warning on stderr.
+    False, as on all processes but one, nothing is written. If progress cannot be shown, the run continues without it,
+    after one warning on stderr.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Tracker:
     In the mirror, the figures of training are called "train/<figure>". The mirror never ends a run: if it fails for any
     reason, the run continues without it, after one warning on stderr and a line {"step", "tracking_lost": <reason>}.
 
-    Use it with `with`, so that a run that fails is closed as failed. With `enabled` False, as on all processes but one,
-    calls do nothing.
+    Use it in a `with` statement, so that a run that fails is closed as failed. With `enabled` False, as on all
+    processes but one, calls do nothing.
     """
 
     def __init__(

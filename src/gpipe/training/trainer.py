@@ -53,7 +53,7 @@ class Trainer:
 
     Attributes:
         optimizer: built from `pipeline.named_parameters()`; its state is saved under these names.
-        train_loader: such as `gpipe.data.DatasetLoader`.
+        train_loader: such as a `gpipe.data.DatasetLoader`.
         num_epochs: the length of the whole training.
         learning_rate: a function of the number of finished steps; None leaves the optimiser's as it is.
         tracker: the log; None keeps none.
@@ -78,7 +78,7 @@ class Trainer:
         count_targets: returns the number of targets of a mini-batch, on the last stage; by default the number of
             elements of their first tensor.
         num_untimed_steps: the number of first steps that the summary's speed leaves out.
-        checkpoint_folder: `resume` loads from it, and the end of training is saved there; None saves nothing.
+        checkpoint_folder: `resume` loads from it, and training saves there, at its end at least; None saves nothing.
         keep_checkpoints: the number of newest checkpoints to keep, besides the best; None saves nothing.
         save_every_steps: save every n steps, and whenever the evaluation loss improves.
         timeline_every_steps: record the timeline of every nth step after the untimed ones, and of the last step, and
@@ -438,7 +438,7 @@ class Trainer:
         self._progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
     def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> bool:
-        """At the end of an epoch start the next; evaluate and save if due; return whether it evaluated.
+        """At the end of an epoch, start the next; evaluate and save if due; return whether it evaluated.
 
         In this order, a checkpoint at the end of an epoch has its evaluation, and a resumed run need not repeat it.
         `saves` are all processes' statuses of the save under way.

@@ -206,7 +206,10 @@ def test_labels_of_one_kind_stay_numbers(root: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"path": ["2.png", "3.png"], "labels": [1, 2]}, r"image 1, has the labels 1, expected a list, or words with"),
+        (
+            {"path": ["2.png", "3.png"], "labels": [1, 2]},
+            r"image 1, has the labels 1, expected a list, or words separated by \|: ",
+        ),
         ({"path": ["2.png", "3.png"], "labels": [None, 0.5]}, r"image 2, has the labels 0\.5, expected a list"),
         (
             {"path": ["2.png", "3.png"], "label": [1.0, math.nan]},

@@ -55,7 +55,7 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
     refused(
         root,
         "data.languages has 'False', which the corpus parallel_text does not have: write 'no' in quotes, which YAML "
-        "takes for false, or choose among de, fr",
+        "reads as false, or choose among de, fr",
         languages=["False"],  # what OmegaConf makes of it
     )
     check_data("parallel_text", root, languages=["de"])

@@ -146,8 +146,7 @@ class BytesToPixels:
     The result is bitwise that of a transform that includes this step.
 
     Args:
-        mean: as for the transform.
-        std: as for the transform.
+        mean, std: as for the transform.
     """
 
     def __init__(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> None:

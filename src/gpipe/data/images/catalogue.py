@@ -2,7 +2,7 @@
 
 To add your own set, add a row here and `conf/data/<name>.yaml`. For a set with one folder per class,
 `Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)` suffices. Any other layout needs a function
-(root, split) -> ImageSet. The user's own sets, which may have no split, are opened by (root, split, share).
+(root, split) -> ImageSet. Users' own sets, which may have no split, are opened by (root, split, share).
 """
 
 from collections.abc import Callable, Mapping

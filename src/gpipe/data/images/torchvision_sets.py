@@ -78,7 +78,7 @@ def open_food101(root: Path, split: str) -> ImageFiles:
     """List the images of a split of Food-101, class by class.
 
     Raises:
-        ValueError: the list is damaged, or has other classes than classes.txt.
+        ValueError: the list is damaged, or its classes differ from those of classes.txt.
     """
     folder = root / "food-101"
     listing = folder / "meta" / f"{split}.json"

@@ -20,10 +20,10 @@ _LINES = 10_000  # to encode at once
 
 
 class TextSequences:
-    """Sequences of a text: sequence i has `length` tokens from i x length on, and one more to predict.
+    """Sequences of a text: sequence i has `length` tokens, starting at i x length, and one more to predict.
 
     Args:
-        tokens: ids, [number], such as those of a file mapped into memory.
+        tokens: ids [n], such as those of a file mapped into memory.
         sequence_length: the number of tokens that a model reads.
     """
 

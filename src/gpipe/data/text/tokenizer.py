@@ -22,7 +22,7 @@ _MAX_BYTES = 2**28
 
 
 def clean_line(text: str) -> str:
-    """Return the text as one line: strip it, and replace every run of white space by one space."""
+    """Return the text as one line: strip it, and replace every run of white space with one space."""
     return " ".join(text.split())
 
 
