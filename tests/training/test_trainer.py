@@ -132,7 +132,7 @@ def test_another_seed_or_batch_size_is_refused(tmp_path: Path) -> None:
     small_trainer(tmp_path, num_epochs=1).train()
     with pytest.raises(ValueError, match=r"saved with seed 0, not 3: resume with that seed"):
         small_trainer(tmp_path, seed=3).resume()
-    with pytest.raises(ValueError, match=r"step 4 as mini-batch 0 of epoch 1, but here an epoch has 3"):
+    with pytest.raises(ValueError, match=r"step 4, mini-batch 0 of epoch 1, but here an epoch has 3"):
         small_trainer(tmp_path, train_loader=RandomImages(batch_size=8)).resume()
 
 
