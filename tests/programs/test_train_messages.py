@@ -149,7 +149,7 @@ def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: s
             "palm",
             "--config-name is palm, but neither conf/ nor the folder of --config-dir has a file palm.yaml",
         ),
-        ("predict.py", "train", "optimizer/adamw.yaml inherits from adamw_schema, which this program does not have"),
+        ("predict.py", "translate", "translate.yaml inherits from translate_schema, which this program does not have"),
         ("translate.py", "predict", "predict.yaml inherits from predict_schema, which this program does not have"),
     ],
 )
