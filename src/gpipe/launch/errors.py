@@ -148,7 +148,7 @@ def _make_sentence(error: Exception) -> str:
         return said
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
-        return f"another process did not join in time ({error}): {remedy}."
+        return f"another process did not answer in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if message == "No trials are completed yet.":  # Optuna's
