@@ -131,6 +131,9 @@ def test_a_wrong_option_is_told_in_one_sentence(tmp_path: Path, words: list[str]
 NO_FILE = (
     "but neither conf/ nor the folder of --config-dir has a file {}.yaml: correct the name, or leave --config-name"
 )
+NO_PARENT = (
+    "which this program does not have: correct its defaults list, or leave out what chose it, such as --config-name"
+)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +141,7 @@ NO_FILE = (
     [
         (["--config-name", "trian"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
         (["-cn", "trian.yaml", "-m", "seed=1,2"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
-        (
-            ["-cn", "predict"],
-            "--config-name is predict, which has the settings of another program: leave --config-name out",
-        ),
+        (["-cn", "predict"], f"predict.yaml inherits from predict_schema, {NO_PARENT}"),
         (
             ["-cp", "/nowhere"],
             "--config-path is /nowhere, which is not a folder: correct it, or leave --config-path out",

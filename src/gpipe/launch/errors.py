@@ -30,7 +30,7 @@ _ABSENT = re.compile(
 )
 _NO_MAIN_FILE = re.compile(r"Cannot find primary config '([^']*)'")
 _NO_MAIN_FOLDER = re.compile(r"Primary config directory not found\.\nCheck that the config directory '(.*)' exists")
-_OTHER_PROGRAM = re.compile(r"In '([^']*)': Could not load '(?:predict|translate)_schema'")
+_NO_PARENT = re.compile(r"In '([^']*)': Could not load '([^'/]*)'")
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _make_sentence(error: Exception) -> str:
         return said
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
-        return f"another process did not join in time ({error}): {remedy}."
+        return f"another process did not answer in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if message == "No trials are completed yet.":  # Optuna's
@@ -183,8 +183,10 @@ def _explain_override(error: Exception, message: str) -> str | None:
             f"--config-name is {name}, but neither conf/ nor the folder of --config-dir has a file {name}.yaml: "
             "correct the name, or leave --config-name out."
         )
-    if other := _OTHER_PROGRAM.match(message):
-        return f"--config-name is {other[1]}, which has the settings of another program: leave --config-name out."
+    if orphan := _NO_PARENT.match(message):  # a misspelt parent, or a file of another program
+        file, parent = orphan.groups()
+        remedy = "correct its defaults list, or leave out what chose it, such as --config-name"
+        return f"{file}.yaml inherits from {parent}, which this program does not have: {remedy}."
     if folder := _NO_MAIN_FOLDER.match(message):
         return f"--config-path is {folder[1]}, which is not a folder: correct it, or leave --config-path out."
     if chosen := _CHOSEN.match(message):

@@ -34,7 +34,7 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
     accelerator = detect_accelerator(place.device_type)
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
-    # A GPU's host runs ahead of it, so its own seconds per task do not count.
+    # Only a CPU's seconds per task are measured: a GPU's host runs ahead of it.
     task_seconds = accelerator.task_seconds if accelerator.is_gpu else measure_task_seconds()
     if not place.is_main:
         return

@@ -140,13 +140,12 @@ def _render(table: Table) -> str:
 
 def describe_best(jobs: Sequence[SweepJob]) -> str:
     """Return a line on the job of a search with the largest top-1; empty if none has one."""
-    scores = {job.folder.name: (job.record.results.get("top1"), job) for job in jobs if job.record is not None}
-    known = {name: (top1, job) for name, (top1, job) in scores.items() if top1 is not None}
+    scores = [(job.record.results.get("top1"), job) for job in jobs if job.record is not None]
+    known = [(top1, job) for top1, job in scores if top1 is not None]
     if not known:
         return ""
-    name = max(known, key=lambda name: known[name][0])
-    top1, job = known[name]
-    return f"the best trial is {name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
+    top1, job = max(known, key=lambda pair: pair[0])
+    return f"the best trial is {job.folder.name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
 
 
 def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:

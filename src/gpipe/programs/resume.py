@@ -69,7 +69,7 @@ def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | No
             try:
                 tried.enter_context(hold(path))
             except FolderHeld as busy:
-                print(f"{busy} and has the same settings: this run gets a folder of its own")
+                print(f"{busy} and has the same settings: this run gets its own folder")
                 continue
             if is_unfinished(path, run):  # it may have finished before it was locked
                 held.push(tried.pop_all())
