@@ -4,7 +4,7 @@
 
 from gpipe.launch import garbage_collection
 
-# First of all: plans make millions of objects, and little of that is garbage.
+# First: plans create millions of objects, and few of them become garbage.
 garbage_collection.pause()
 
 import hydra
@@ -26,8 +26,8 @@ def main(composed: DictConfig) -> None:
         plan = None if is_open(composed) else to_run(composed)
         if plan is not None and plan.num_devices is not None:
             raise ConfigError(
-                f"num_devices is {plan.num_devices}, expected null without pipeline=auto: set that, or say how many "
-                "devices there are by pipeline.num_stages and launch.num_replicas."
+                f"num_devices is {plan.num_devices}, expected null without pipeline=auto: set pipeline=auto, or give "
+                "the number of devices by pipeline.num_stages and launch.num_replicas."
             )
         from gpipe.programs.plan import choose, start
 

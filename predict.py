@@ -21,8 +21,8 @@ def main(composed: DictConfig) -> None:
         settings = to_settings(composed)
         from gpipe.programs.chosen_checkpoint import choose_checkpoint
 
-        if Path(settings.images).exists():  # else that is told
-            choose_checkpoint("checkpoint", settings.checkpoint)  # before what else takes seconds to load
+        if Path(settings.images).exists():  # if not, `start` refuses them
+            choose_checkpoint("checkpoint", settings.checkpoint)  # before imports that take seconds
     from gpipe.programs.predict import start
 
     start(settings)

@@ -3,7 +3,7 @@
 
 from gpipe.launch import garbage_collection, stops, terminal
 
-# First of all, so that a run can be stopped in good order at any moment.
+# First, so that a run can be stopped cleanly at any moment.
 stops.listen()
 terminal.outlive_readers()
 garbage_collection.pause()
@@ -65,9 +65,9 @@ def check_settings(composed: DictConfig) -> RunConfig:
     if is_open(composed):
         composed = choose_pipeline(composed, job.overrides.task)
     run = name_runs(to_run(composed), Path(job.sweep.dir) if job.mode is RunMode.MULTIRUN else None)
-    if run.evaluate is not None:  # `main` evaluates what is no sweep
+    if run.evaluate is not None:  # outside a sweep, `main` evaluates
         raise ConfigError(
-            f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."
+            f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, one run at a time."
         )
     refuse_too_few_images(run)
     if not run.trainer.dry_run:
@@ -85,7 +85,7 @@ def load_and_train(
     hints: bool = True,
 ) -> None:
     """Load torch, start the processes, and train; or only print the plan."""
-    stops.exit_before_start(stops.find_reason())  # to load torch takes seconds
+    stops.exit_before_start(stops.find_reason())  # loading torch takes seconds
     from gpipe.programs.train import launch_training
 
     launch_training(run, folder, [*sources, *spell_out(composed, run, overrides)], hints=hints)

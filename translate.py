@@ -20,7 +20,7 @@ def main(composed: DictConfig) -> None:
         settings = to_settings(composed)
         from gpipe.programs.chosen_checkpoint import choose_checkpoint
 
-        choose_checkpoint("checkpoint", settings.checkpoint)  # before what else takes seconds to load
+        choose_checkpoint("checkpoint", settings.checkpoint)  # before imports that take seconds
     from gpipe.programs.translate import start
 
     start(settings)

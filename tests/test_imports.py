@@ -118,7 +118,7 @@ def test_a_start_that_is_asked_to_stop_ends_before_torch_is_loaded(tmp_path: Pat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     said, modules = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (75, "")
-    assert said == "stopped by SIGTERM before the first step: the same command again goes on."
+    assert said == "stopped by SIGTERM before the first step: repeat the command to resume."
     assert {"torch", "torchvision", "timm", "wandb"}.isdisjoint(modules.split())
 
 

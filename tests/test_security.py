@@ -177,7 +177,7 @@ BOMB = "\n".join(["a0: &a0 [1, 2]", *(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}, *a{n}
     [
         (
             "a: &a [1, {b: *a}]",
-            r"evil.yaml has an alias to what is around it in line 2, so it never ends: remove \*a\.",
+            r"evil.yaml has an alias to what contains it in line 2, so it never ends: remove \*a\.",
         ),
         (BOMB, r"evil.yaml stands for more than 10,000 values, with its aliases: shorten it\."),
         (f"a: {'[' * 3000}", r"evil.yaml is nested more than 50 levels deep: flatten it\."),

@@ -115,7 +115,7 @@ def test_a_tied_parameter_is_replaced_under_all_its_names_or_none(tmp_path: Path
     first, second = build(), build(seed=7)
     train(first, (0, 1))
     path = save(tmp_path, first)
-    message = r"^layers\.0\.weight and layers\.5\.weight are one parameter of this model, of which only the second"
+    message = r"^layers\.0\.weight and layers\.5\.weight are one parameter of this model, but only the second"
     with pytest.raises(CheckpointError, match=message):
         second.begin(path, replaced={"layers.5.weight", "layers.5.bias"})
     drawn = second.tensors()["weights: layers.0.weight"]

@@ -207,7 +207,7 @@ def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path, gate: Gate, mon
     begin(saver, run)
     assert gate.reached.wait(60)
     assert run.pipeline.job.place == "between two steps, while saving after step 4"
-    with pytest.raises(CheckpointError, match=r"the disk does not answer for \d+ s\): check the disk"):
+    with pytest.raises(CheckpointError, match=r"the disk has not answered for \d+ s\): check the disk"):
         saver.wait()
     gate.open.set()
     assert find_latest(tmp_path) is None

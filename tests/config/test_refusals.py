@@ -97,7 +97,7 @@ WITHOUT_WARM_UP = ["schedule.name=inverse_square_root", "schedule.warm_up_epochs
         ([*WITHOUT_WARM_UP, "schedule.warm_up_steps=0"], "schedule.warm_up_steps is 0, expected 1 or more, or"),
         (
             ["+experiment=batch_size_examples_laptop", "trainer.max_steps=null"],
-            "trainer.evaluation.every_steps: a number that it follows from is null: set that number, or this setting.",
+            "trainer.evaluation.every_steps: a number that it is computed from is null: set that number, or this",
         ),
     ],
 )

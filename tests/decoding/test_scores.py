@@ -60,7 +60,7 @@ def test_the_library_without_smoothing_gives_0_where_no_four_words_are_right() -
 @pytest.mark.parametrize("translations", [[], ["one"], ["one", "two"]])
 def test_unequal_numbers_are_refused(translations: list[str]) -> None:
     references = ["one"] if len(translations) != 1 else []
-    with pytest.raises(ValueError, match=r"there are \d translations of \d references: give one translation per"):
+    with pytest.raises(ValueError, match=r"there are \d translations for \d references: give one translation per"):
         score_corpus(translations, references)
 
 

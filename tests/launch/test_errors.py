@@ -115,7 +115,7 @@ def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--resolve"], "--resolve changes what --cfg prints: add --cfg job, or leave --resolve out"),
         (["--package", "trainer"], "--package changes what --cfg prints: add --cfg job, or leave --package out"),
         (["-m", "seed=1", "--cfg", "job"], "--multirun and --cfg exclude each other: leave out all but one"),
-        (["--config-dir", "nowhere"], "--config-dir is nowhere, which is no folder: correct it"),
+        (["--config-dir", "nowhere"], "--config-dir is nowhere, which is not a folder: correct it"),
         (
             ["--experimental-rerun=a"],
             "--experimental-rerun loads a pickle, which may run any code: start the run's command again",
@@ -126,6 +126,31 @@ def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_wrong_option_is_told_in_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
     done = train_in(tmp_path, *words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}.\n")
+
+
+NO_FILE = (
+    "but neither conf/ nor the folder of --config-dir has a file {}.yaml: correct the name, or leave --config-name"
+)
+NO_PARENT = (
+    "which this program does not have: correct its defaults list, or leave out what chose it, such as --config-name"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-name", "trian"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
+        (["-cn", "trian.yaml", "-m", "seed=1,2"], f"--config-name is trian, {NO_FILE.format('trian')} out"),
+        (["-cn", "predict"], f"predict.yaml inherits from predict_schema, {NO_PARENT}"),
+        (
+            ["-cp", "/nowhere"],
+            "--config-path is /nowhere, which is not a folder: correct it, or leave --config-path out",
+        ),
+    ],
+)
+def test_a_wrong_name_of_the_main_file_is_told_in_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    done = train_in(tmp_path, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {said}.\n")
 
 
 @pytest.mark.parametrize("option", ["--help", "--info=defaults", "--cfg=job"])
@@ -188,7 +213,7 @@ def test_a_search_whose_trials_others_run_says_so(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit), report_errors():
         raise ValueError("No trials are completed yet.")
     said = capsys.readouterr().err
-    assert said == "error: no trial of the search was completed: what became of each is above.\n"
+    assert said == "error: no trial of the search was completed: the outcome of each is above.\n"
 
 
 def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,5 +230,5 @@ def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_named(
     with pytest.raises(SystemExit), report_errors(), socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "listener"))
     assert capsys.readouterr().err == (
-        f"error: {folder} is too long a name for a folder of sockets: set TMPDIR to a shorter one.\n"
+        f"error: {folder} is too long for the path of a folder of sockets: set TMPDIR to a shorter one.\n"
     )

@@ -190,9 +190,9 @@ def test_a_gpu_that_is_not_there_is_named(
     [
         (
             "0",
-            r"the processes \[1\] did not come within 0\.5 s: find out what delays them, or raise pipeline\.timeout",
+            r"the processes \[1\] did not join within 0\.5 s: find out what delays them, or raise pipeline\.timeout",
         ),
-        ("1", r"process 0 did not come within 0\.6 s: find out what delays it, or raise pipeline\.timeout_seconds"),
+        ("1", r"process 0 did not join within 0\.6 s: find out what delays it, or raise pipeline\.timeout_seconds"),
     ],
 )
 def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_while_it_starts(
@@ -217,7 +217,9 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have
     with pytest.raises(SystemExit):
         run(hang_before, two(tmp_path, timeout_seconds=4.0), what)  # in which all come, on a loaded machine too
     assert time.monotonic() - begun < MANY_SECONDS / 2
-    said = r"error: another process did not come in time \(wait timeout after \d+ms, .*\): find out what delays it, or"
+    said = (
+        r"error: another process did not answer in time \(wait timeout after \d+ms, .*\): find out what delays it, or"
+    )
     assert re.search(said, capfd.readouterr().err)
 
 

@@ -185,7 +185,7 @@ def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit) as left:
             run(note_place, two(tmp_path), "never")
     assert left.value.code == stops.STOPPED
-    assert capsys.readouterr().out == "stopped by SIGTERM before the first step: the same command again goes on.\n"
+    assert capsys.readouterr().out == "stopped by SIGTERM before the first step: repeat the command to resume.\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,7 +198,7 @@ def test_processes_that_hear_of_a_request_while_they_start_run_nothing(
         with pytest.raises(SystemExit) as left:
             run(note_place, two(tmp_path), "never")
     assert left.value.code == stops.STOPPED
-    assert capfd.readouterr() == ("stopped by SIGHUP before the first step: the same command again goes on.\n", "")
+    assert capfd.readouterr() == ("stopped by SIGHUP before the first step: repeat the command to resume.\n", "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""A language model that sees the token that it is to tell is refused."""
+"""A language model that sees the token that it should predict is refused."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch
 from gpipe.models.transformers_models import make_transformers_config, make_transformers_model
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-SEES = "sees later tokens, expected a model that tells each token from the earlier ones alone: "
+SEES = "sees later tokens, expected a model that predicts each token from earlier ones only: "
 DECODER = "set +model.arguments.is_decoder=true, or "
 
 

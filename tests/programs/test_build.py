@@ -216,10 +216,10 @@ def test_a_run_that_saves_nothing_more_goes_on_from_what_it_has_saved(
     length = ("schedule.warm_up_epochs=0", "trainer.max_steps=3", "trainer.evaluation.every_epochs=null")
     first = trainer_of(tmp_path, *length)
     first.asked_to_stop = lambda: "SIGTERM" if first.pipeline.step else None
-    with pytest.raises(Stopped, match="after step 2: the same command again goes on"):
+    with pytest.raises(Stopped, match="after step 2: repeat the command to resume"):
         first.train()
     again = trainer_of(tmp_path, *length, "trainer.checkpoints.keep=null")
-    assert again.pipeline.step == 2 and "going on after step 2" in capsys.readouterr().out
+    assert again.pipeline.step == 2 and "resuming after step 2" in capsys.readouterr().out
     assert again.train().num_steps == 3
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
     folder = tmp_path / "checkpoints"

@@ -100,7 +100,7 @@ def test_an_evaluation_on_other_images_says_that_the_statistics_lag(tmp_path: Pa
     ("overrides", "said"),
     [
         (["evaluate=nowhere"], "error: evaluate is nowhere, which has no checkpoint"),
-        (["evaluate=runs/train", "model.num_filters=16"], "error: model.num_filters=16 is said beside evaluate"),
+        (["evaluate=runs/train", "model.num_filters=16"], "error: model.num_filters=16 is given with evaluate"),
         (["evaluate=runs/train", "data=food101", "data.root=."], "error: data.name is food101, which has 101 classes"),
         (
             ["evaluate=runs/train", "data.max_images=10", "trainer.evaluation.statistics_batches=1"],
@@ -153,7 +153,7 @@ def test_the_command_line_changes_what_it_says_and_leaves_the_rest_as_it_was(
 )
 def test_the_model_and_its_training_cannot_be_changed(word: str) -> None:
     saved = to_plain(to_run(compose("train")))
-    with pytest.raises(ConfigError, match="is said beside evaluate"):
+    with pytest.raises(ConfigError, match="is given with evaluate"):
         to_evaluated(compose("train"), saved, [word])
 
 
@@ -178,8 +178,8 @@ def test_a_table_of_the_other_kind_is_refused(tmp_path: Path, several: bool) -> 
     kinds = ("one label", "several labels")
     for words in ([], ["data=image_table"]):
         assert workload_of(evaluate(*words, f"data.root={own}")).warnings() == []
-        sentence = f"data.root is {other}, whose images have {kinds[not several]} each, but the model gives "
-        with pytest.raises(ConfigError, match=f"^{sentence}{kinds[several]} each: choose a table of its kind.$"):
+        sentence = f"data.root is {other}, whose images have {kinds[not several]} each, but the model predicts "
+        with pytest.raises(ConfigError, match=f"^{sentence}{kinds[several]} each: choose a table of that kind.$"):
             workload_of(evaluate(*words, f"data.root={other}")).warnings()
     if several:
         composed = compose("train", overrides=["evaluate=x", "data=image_folder", "data.num_classes=2"])

@@ -125,9 +125,9 @@ def test_the_jobs_of_a_sweep_start_from_the_run_that_the_first_one_found(
     newer = leave(tmp_path / "runs" / "newer")
     assert name_runs(named).init_from == str(newer)
     assert name_runs(named, tmp_path / "sweep").init_from == str(first)
-    assert f"is {first}, from which this sweep began, and not the newer {newer}: name" in capsys.readouterr().out
+    assert f"is {first}, from which this sweep started, not the newer {newer}: name" in capsys.readouterr().out
     first.rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=f"is {first} in this sweep, which is not there any .* or name {newer} to "):
+    with pytest.raises(ConfigError, match=f"is {first} in this sweep, which no longer exists, .* or name {newer} to "):
         name_runs(named, tmp_path / "sweep")
 
 

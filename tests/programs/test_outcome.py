@@ -114,7 +114,7 @@ def test_what_ended_a_training_early_and_its_best_evaluation_are_said() -> None:
     run = run_of("trainer.max_steps=9", "trainer.evaluation.patience=2")
     said = outcome._describe(run, summary)
     assert said.splitlines()[1] == (
-        "It ended there because 2 evaluations in a row had no smaller loss than that after step 1: loss 2.000, top-1 "
+        "It ended there because 2 evaluations in a row had no lower loss than the one after step 1: loss 2.000, top-1 "
         "10.0%."
     )
     assert f"{run.name}: F1 25.0%, top-1 30.0%, loss 3.000 on the test images after 3 steps" in said

@@ -279,7 +279,7 @@ def test_the_help_names_every_device_and_what_can_be_found() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["num_devices=4"], "error: num_devices is 4, expected null without pipeline=auto: set that, or say how many"),
+        (["num_devices=4"], "error: num_devices is 4, expected null without pipeline=auto: set pipeline=auto, or"),
         (["-m", "seed=0,1"], NO_SWEEP),
         (["hydra.mode=MULTIRUN", "seed=0,1"], NO_SWEEP),
     ],

@@ -69,7 +69,8 @@ def predict(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Predict]:
 
 def test_the_probabilities_are_those_of_the_model(run: Path, images: Path, tmp_path: Path, predict: Predict) -> None:
     output, grid = tmp_path / "classes.csv", tmp_path / "grid.png"
-    assert predict(f"images={images}", f"output={output}", f"grid={grid}", "top=10", "batch_size=3") == ("", "")
+    out, said = predict(f"images={images}", f"output={output}", f"grid={grid}", "top=10", "batch_size=3")
+    assert out == "" and said == f"wrote the classes of 7 images to {output} and a picture of 7 images to {grid}\n"
     with output.open() as stream:
         rows = list(csv.DictReader(stream))
     paths = sorted(images.rglob("*.png"))
@@ -93,6 +94,16 @@ def test_a_broken_image_is_left_out_with_a_warning(images: Path, predict: Predic
     out, warning = predict(f"images={images}", "top=1")
     assert len(out.splitlines()) == NUM_IMAGES - 1 and "3.png:" not in out
     assert warning.startswith(f"warning: cannot decode {images / '3.png'}") and len(warning.splitlines()) == 1
+
+
+def test_what_was_written_is_told_beside_the_answers(images: Path, tmp_path: Path, predict: Predict) -> None:
+    output, grid = tmp_path / "classes.csv", tmp_path / "grid.png"
+    assert predict(f"images={images / '1.png'}")[1] == ""
+    out, said = predict(f"images={images / '1.png'}", f"grid={grid}")
+    assert out.startswith(f"{images / '1.png'}: ") and said == f"wrote a picture of 1 image to {grid}\n"
+    (images / "3.png").write_bytes(b"no image")
+    out, said = predict(f"images={images}", f"output={output}")
+    assert out == "" and said.splitlines()[1:] == [f"wrote the classes of 6 of 7 images to {output}"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +148,7 @@ def test_a_name_that_is_not_utf8_keeps_its_bytes(run: Path, tmp_path: Path, pred
     image.save(folder / "plain.png")
     (folder / "plain.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
     output = tmp_path / "answers.csv"
-    assert predict(f"images={folder}", f"output={output}")[1] == ""
+    assert predict(f"images={folder}", f"output={output}")[1] == f"wrote the classes of 1 image to {output}\n"
     assert b"caf\xe9.png,1," in output.read_bytes()
     assert "caf\\udce9.png: " in predict(f"images={folder}")[0]
 

@@ -41,7 +41,7 @@ def test_the_newest_unfinished_one_of_the_same_settings_goes_on(
         assert folder == newest
         assert not (newest / "error.txt").exists() and not (tmp_path / "5").exists()
     said = capsys.readouterr().out
-    assert said == f"going on in {newest}, which has the same settings and no end (trainer.resume=never starts anew)\n"
+    assert said == f"resuming {newest}, an unfinished run with the same settings (trainer.resume=never starts anew)\n"
 
 
 def test_one_that_has_saved_something_comes_before_a_newer_one_that_has_not(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_a_table_has_the_jobs_of_its_sweep_also_those_done_before_and_names_othe
         assert f"(mean and deviation over {len(seeds)} seeds)" in table
         for path in tmp_path.glob(f"*/{OUTCOME_FILE}"):
             os.utime(path, (0, 0))  # long ago
-    assert table.splitlines()[-1] == "left out, because this sweep did not do them: seed=2"
+    assert table.splitlines()[-1] == "left out, because this sweep did not run them: seed=2"
     assert capsys.readouterr().out.count("done before: ") == 2
 
 

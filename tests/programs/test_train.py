@@ -48,7 +48,7 @@ def test_a_run_says_the_plan_first_and_then_what_it_did_and_what_to_try(
     assert re.search(r"s; bubble [\d.]+% \([\d.]+% if all stages were equal\), the slowest stage", plan)
     figures = r"top-1 [\d.]+%, top-5 [\d.]+%, loss [\d.]+ \(top-1 [\d.]+% without averaging the weights\)"
     assert re.match(rf"train: {figures} on the test images after 3 steps in \d+ s, ", words)
-    assert "% of them waiting for data" in words
+    assert "% of it waiting for data" in words
     assert re.search(
         r"\nPlanned bubble [\d.]+% \([\d.]+% if all stages were equal\); [\d.]+% simulated from the", words
     )

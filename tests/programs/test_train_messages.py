@@ -141,11 +141,29 @@ def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: s
     assert re.fullmatch(r"error: devise is unknown, expected one of .*: correct its name\.\n", done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("program", "name", "said"),
+    [
+        (
+            "plan.py",
+            "palm",
+            "--config-name is palm, but neither conf/ nor the folder of --config-dir has a file palm.yaml",
+        ),
+        ("predict.py", "translate", "translate.yaml inherits from translate_schema, which this program does not have"),
+        ("translate.py", "predict", "predict.yaml inherits from predict_schema, which this program does not have"),
+    ],
+)
+def test_each_program_refuses_a_wrong_main_file(tmp_path: Path, program: str, name: str, said: str) -> None:
+    done = run_program(TRAIN.with_name(program), "--config-name", name, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(rf"error: {re.escape(said)}: correct .*, or leave .*--config-name.*\.\n", done.stderr)
+
+
 @pytest.mark.parametrize("word", ["model.arguments={depth: 2}", "model.arguments.depth=2"])
 def test_an_argument_of_a_librarys_model_is_added_with_a_plus(tmp_path: Path, word: str) -> None:
     done = start(tmp_path, "+experiment=language_model_laptop", word)
     assert done.returncode == 1
-    said = "model.arguments.depth is not set yet: add it with a plus, +model.arguments.depth=..., a word of its own."
+    said = "model.arguments.depth is not set yet: add it with a plus, as a separate word: +model.arguments.depth=... ."
     assert done.stderr == f"error: {said}\n"
 
 

@@ -130,10 +130,10 @@ def test_transformer_l_trains_on_text(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.name=resnet50"], r"model.name is resnet50, expected a language model's type that transformers has"),
+        (["model.name=resnet50"], r"model.name is resnet50, expected a type of language model that transformers has"),
         (["+model.arguments.n_positions=8"], r"data.sequence_length is 12, but gpt2 has 8 positions: lower it"),
-        (["+model.arguments.n_head=3"], r"model.arguments make no gpt2 \("),
-        (["+model.arguments.vocab_size=3"], r"model.arguments.vocab_size is 3, but data and init_from say what it is"),
+        (["+model.arguments.n_head=3"], r"model.arguments do not make a valid gpt2 \("),
+        (["+model.arguments.vocab_size=3"], r"model.arguments.vocab_size is 3, but data and init_from determine it"),
         (["model=transformer_lm_small", "data=fashion_mnist_embedded"], r"tokens, such as data=text_folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

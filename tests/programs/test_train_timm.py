@@ -270,16 +270,20 @@ def leave_one_class(root: Path) -> None:
     ("words", "damage", "said"),
     [
         (["model.name=resnet51"], None, "model.name is resnet51, which timm"),
-        (["model.name=resnet50.mine"], None, "model.name is resnet50.mine, expected one of resnet50.a1_in1k, "),
+        (
+            ["model.name=resnet50.mine"],
+            None,
+            "model.name is resnet50.mine, but timm has no such pre-trained weights: set one of resnet50.a1_in1k, ",
+        ),
         (["model.name=../weights"], None, "model.name is '../weights', expected a name that timm.list_models() has"),
         (["+model.arguments.checkpoint_path=x"], None, "model.arguments.checkpoint_path is x, but "),
         ([], misname, "has 3 class folders and {root}/val has 3, different in 'cats'; sort the val images"),
         ([], leave_empty, "The image set image_folder is missing."),
-        ([], leave_one_class, "which has 1 folders of classes in {root}/train, expected 2 or more"),
+        ([], leave_one_class, "which has 1 class folders in {root}/train, expected 2 or more"),
         (["data.validation_share=0.1"], None, "data.validation_share is 0.1, but {root}/val has images for evaluation"),
         (["model.name=test_vit", "data.image_size=8"], None, "is test_vit, which does not become layers for images of"),
-        (["+model.arguments.depths=3"], None, "is test_resnet, which timm does not make for data.image_size=32"),
-        (["data.root=null"], None, "data.num_classes is null, and they cannot be counted"),
+        (["+model.arguments.depths=3"], None, "is test_resnet, which timm cannot build for data.image_size=32"),
+        (["data.root=null"], None, "data.num_classes is null, and the classes cannot be counted"),
     ],
     ids=lambda value: getattr(value, "__name__", " ".join(value) if isinstance(value, list) else ""),
 )
@@ -306,5 +310,5 @@ def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(folder: Path, tmp
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith("error: model.pretrained is true, but timm has no weights of resnet10t here (")
+    assert done.stderr.startswith("error: model.pretrained is true, but timm cannot fetch weights of resnet10t (")
     assert "init_from=<file>.safetensors" in done.stderr.splitlines()[0]

@@ -136,14 +136,14 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(
         trained(tmp_path, "model.tied=all", "trainer.max_steps=6", *settings)
     error = capsys.readouterr().err
     assert error.startswith(f"error: {setting} is {folder}, whose tokenizer has the SHA-256 0240a209753f..., but this")
-    assert f"{other.sha256[:12]}...: set data.tokenizer to the one that lies in the folder" in error
+    assert f"{other.sha256[:12]}...: set data.tokenizer to the one in the folder" in error
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("data.languages=[de,xx]", "data.languages has 'xx', which the corpus multilingual_embedded does not have:"),
-        ("data.vocabulary_size=99", "data.vocabulary_size is 99, but the tokens of multilingual_embedded have 4000: "),
+        ("data.vocabulary_size=99", "data.vocabulary_size is 99, but multilingual_embedded has 4000 tokens: set "),
         ("trainer.batch_size=30", "trainer.batch_size is 30 tokens, less than the longest sentence of 40 tokens"),
     ],
 )

@@ -147,8 +147,17 @@ def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.Cap
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         start(to_settings(compose("translate", overrides=[f"checkpoint={run}", f"file={text}"])))
     said = capsys.readouterr()
-    assert said.err == f"warning: in {text} there are 2 empty lines, the first (2): empty lines stay empty.\n"
+    assert said.err == f"warning: {text} has 2 empty lines, the first is line 2: empty lines stay empty.\n"
     assert said.out.count("\n") == 4
+
+
+def test_a_file_that_was_written_is_told_beside_the_translations(run: Path, tmp_path: Path) -> None:
+    text, output = tmp_path / "german.txt", tmp_path / "english.txt"
+    text.write_text("Guten Tag\nJa\n", encoding="utf-8")
+    arguments = (f"checkpoint={run}", "beam=1", "max_length=40", f"output={output}")
+    for words, count in ((f"file={text}", "2 lines"), ("text=Ja", "1 line")):
+        done = run_program(ROOT / "translate.py", *arguments, words, folder=tmp_path, warn="error")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote {count} to {output}\n")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +171,8 @@ def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.Cap
             ["text=Hallo", "checkpoint=nowhere"],
             "checkpoint is nowhere, which has no checkpoint: name a run's folder or",
         ),
-        ([], "of text and file neither is set, expected one: set text="),
-        (["text=Hallo", "file=x.txt"], "of text and file both are set, expected one: set text="),
+        ([], "neither text nor file is set, expected one of them: set text="),
+        (["text=Hallo", "file=x.txt"], "both text and file are set, expected one of them: set text="),
         (["text= "], "text is ' ', expected a sentence: set text=... accordingly."),
         (
             ["text=" + 50 * "Hallo "],
@@ -197,7 +206,7 @@ def test_cuda_without_a_gpu_is_refused(translate: Translate) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", " is empty, expected a sentence a line: write some into it."),
+        (b"", " is empty, expected one sentence per line: write some into it."),
         (b"Hallo\nGr\xfc\xdfe\n", ", line 2, is not UTF-8: convert it to UTF-8."),
         (
             b"Hallo\n\n" + 50 * b"Hallo ",
@@ -221,7 +230,7 @@ def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(
     digests = (other.sha256[:12], Tokenizer(run / "tokenizer.model").sha256[:12])
     assert translate("text=Hallo", f"checkpoint={moved}") == (
         f"error: the tokenizer {moved / 'tokenizer.model'} has the SHA-256 {digests[0]}..., but "
-        f"{moved / 'checkpoints' / 'step-00000003'} was trained with {digests[1]}...: put that one there.\n"
+        f"{moved / 'checkpoints' / 'step-00000003'} was trained with {digests[1]}...: put that tokenizer there.\n"
     )
     (moved / "tokenizer.model").unlink()  # then the one of the settings counts, which is the right one
     assert translate("text=Hallo", f"checkpoint={moved}") == translate("text=Hallo")

@@ -239,7 +239,7 @@ class History:
         assert status in self._expected(step, owner, beside), f"it ended with {status}:\n{start.said}"
         assert status != 1 or "error: " in start.said, f"status 1 without a word:\n{start.said}"
         if command.never and status == 0 and command.settings != "trained on":
-            assert "going on after step" not in start.said, f"trainer.resume=never went on:\n{start.said}"
+            assert "resuming after step" not in start.said, f"trainer.resume=never went on:\n{start.said}"
         if status == 1 and owner is not None and not (step.deeds or beside):
             reasons = _DIFFERING if owner.settings != command.settings and not owner.is_finished else _REASONS
             assert any(name in start.said for name in reasons), f"no reason is given:\n{start.said}"

@@ -89,7 +89,7 @@ def resume_it(home: Path) -> None:
     folder = newest_run(home)
     done = run(home, "train.py", *LAPTOP, "trainer.max_steps=40")
     assert done.returncode == 0, done.stderr
-    assert "going on after step 1" in done.stdout + done.stderr
+    assert "resuming after step 1" in done.stdout + done.stderr
     assert newest_run(home) == folder, "it goes on in its folder"
     assert "without averaging the weights" in done.stdout
     evaluation = json.loads((folder / "record.json").read_text())["results"]["evaluation"]["test"]

@@ -54,7 +54,7 @@ def check_stopped(session: Session, launch: str, number: signal.Signals) -> None
     step = last_step(run)
     assert step < NUM_STEPS
     where = f"after step {step}" if step else "before the first step"
-    assert f"stopped by {number.name} {where}: the same command again goes on." in session.said()
+    assert f"stopped by {number.name} {where}: repeat the command to resume." in session.said()
     assert saved_steps(run)[-1:] == ([step] if step else [])
     assert not (run / "record.json").exists() and not (run / "error.txt").exists()
 
@@ -71,7 +71,7 @@ def test_a_signal_at_any_moment_stops_it_and_the_same_command_goes_on(
     assert last_step(whole) == NUM_STEPS
     again = begin(launch, *every)
     assert again.status() == 0, again.said()
-    assert "going on in runs/train/" in again.said()
+    assert "resuming runs/train/" in again.said()
     assert_same(run_folder(again.folder), whole)
 
 
@@ -111,7 +111,7 @@ def check_stopped_before_the_start(session: Session, number: signal.Signals, sen
     assert session.status() == 75, session.said()
     assert time.monotonic() - begun < 5
     *plan, last = session.said().splitlines()
-    assert last == f"stopped by {number.name} before the first step: the same command again goes on."
+    assert last == f"stopped by {number.name} before the first step: repeat the command to resume."
     assert not any("rror" in line or "connectFullMesh" in line for line in plan)
 
 
@@ -136,7 +136,7 @@ def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin
     started = session.wait_for_copies(2)
     os.kill(max(started), signal.SIGSTOP)
     assert session.status() == 1
-    assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not come within \d", session.said())
+    assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not join within \d", session.said())
     assert time.monotonic() - begun < 60
 
 
@@ -184,7 +184,7 @@ def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launc
 def test_a_time_limit_stops_by_itself(begin: Callable[..., Session]) -> None:
     session = begin("launched", "trainer.max_hours=0.00001")
     assert session.status() == 75, session.said()
-    assert "stopped by trainer.max_hours=1e-05 before the first step: the same command again goes on." in session.said()
+    assert "stopped by trainer.max_hours=1e-05 before the first step: repeat the command to resume." in session.said()
 
 
 def test_a_job_that_submitit_warns_of_its_time_limit_is_saved_queued_again_and_goes_on(
@@ -199,4 +199,4 @@ def test_a_job_that_submitit_warns_of_its_time_limit_is_saved_queued_again_and_g
     assert_same(run_folder(session.folder), whole)
     (log,) = session.folder.glob("runs/*/.submitit/*/*_log.out")
     words = log.read_text(encoding="utf-8")
-    assert words.count("stopped by SIGUSR2 after step ") == words.count("going on after step ") == 1
+    assert words.count("stopped by SIGUSR2 after step ") == words.count("resuming after step ") == 1

@@ -186,13 +186,13 @@ def test_a_kernel_that_hangs_in_the_sum_of_tied_gradients_is_named_by_all(simula
 
 def test_a_copy_of_a_save_that_hangs_ends_the_training(simulated: Machine) -> None:
     (ending,) = simulated.run(1, save, TIMEOUT_SECONDS)
-    assert "saving after step 0: the GPU has not copied the tensors to the host for 3 s" in ending.text
+    assert "saving after step 0: the GPU has not copied the tensors to the host within 3 s" in ending.text
     assert ending.seconds < TIMEOUT_SECONDS + SECONDS
 
 
 def test_a_fault_in_a_save_ends_all_with_its_place(simulated: Machine, tmp_path: Path) -> None:
     words = {
-        "a kernel hangs": r"rank 1, .*saving after step \d+: the GPU has not copied the tensors to the host for 3 s",
+        "a kernel hangs": r"rank 1, .*saving after step \d+: the GPU has not copied the tensors to the host within 3 s",
         "a kernel fails": r"(?s)rank 1, stage 1, .*CUDA error: unspecified launch failure",
         "a link is cut": r"data that were sent from stage 1 \(rank 1, .* have not arrived for 3 s",
         "a peer stops": r"stage 1 \(rank 1, process .* does not answer",

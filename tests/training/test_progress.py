@@ -113,6 +113,6 @@ def test_what_cannot_be_shown_is_a_warning(kind: type[Failing], capsys: pytest.C
             progress.update(StepStatus(step, 0, 1.0), ends_epoch=True)
             progress.message("saved")
     assert capsys.readouterr().err == (
-        "warning: the progress cannot be shown (OSError: [Errno 28] No space left on device): the run goes on in "
-        "silence.\n"
+        "warning: the progress cannot be shown (OSError: [Errno 28] No space left on device): the run "
+        "continues without it.\n"
     )

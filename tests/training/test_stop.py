@@ -36,7 +36,7 @@ def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Pat
     step = random.Random(7).randrange(1, 11)
     run = small_trainer(tmp_path / "run", (1, 5))
     ask_at(run, step - 1)
-    assert str(stopped(run)) == f"stopped by SIGTERM after step {step}: the same command again goes on."
+    assert str(stopped(run)) == f"stopped by SIGTERM after step {step}: repeat the command to resume."
     path = find_latest(tmp_path / "run" / "checkpoints")
     assert path is not None and path.name == f"step-{step:08d}"
     resumed = small_trainer(tmp_path / "run", (2, 2, 2))
@@ -49,7 +49,7 @@ def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Pat
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     run = small_trainer(tmp_path)
     ask_at(run, 0)
-    assert str(stopped(run)) == "stopped by SIGTERM before the first step: the same command again goes on."
+    assert str(stopped(run)) == "stopped by SIGTERM before the first step: repeat the command to resume."
     assert run.pipeline.step == 0 and not (tmp_path / "checkpoints").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_stop_while_layers_are_compiled_leaves_the_step_for_the_next_session(t
         folder = tmp_path / f"run{step}"
         run, graphs = compiled_trainer(folder, num_graphs[step] + 1)
         where = f"after step {step}" if step else "before the first step"
-        assert str(stopped(run)) == f"stopped by SIGTERM {where}: the same command again goes on."
+        assert str(stopped(run)) == f"stopped by SIGTERM {where}: repeat the command to resume."
         assert len(graphs) == num_graphs[step] + 1
     resumed, _ = compiled_trainer(folder)
     assert resumed.resume()
@@ -182,7 +182,7 @@ def test_whichever_process_is_asked_all_stop_at_one_step(
     tmp_path: Path, processes: ProcessPool, shape: tuple[int, int], asked: int
 ) -> None:
     found = processes.run(4, ask_one, tmp_path, shape, asked)
-    assert set(found) == {("stopped by SIGTERM after step 6: the same command again goes on.", 6)}
+    assert set(found) == {("stopped by SIGTERM after step 6: repeat the command to resume.", 6)}
     resumed = small_trainer(tmp_path)
     assert resumed.resume() and resumed.pipeline.step == 6
     assert all(torch.isfinite(parameter).all() for parameter in resumed.pipeline.parameters())

@@ -248,7 +248,7 @@ def test_a_run_outlives_wandbs_process_and_is_marked(
     lines = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["warning: Weights & Biases failed"]
     assert lines[0].endswith(
-        f"the run goes on with {tmp_path}/first/metrics.jsonl alone; tracking=disabled turns it off."
+        f"the run continues with {tmp_path}/first/metrics.jsonl alone; tracking=disabled turns it off."
     )
     assert [line["step"] for line in read_lines(tmp_path / "second")] == [0]
     marks = [line for line in read_lines(tmp_path / "first") if LOST in line]
@@ -316,7 +316,7 @@ def test_online_without_a_key_is_refused_with_the_remedies(tmp_path: Path, monke
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("NETRC", raising=False)
     reason = check_mode("online")
-    assert reason is not None and reason.startswith("no key of Weights & Biases is here: run `wandb login`")
+    assert reason is not None and reason.startswith("this machine has no Weights & Biases key: run `wandb login`")
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
     assert check_mode("online") is None
     (tmp_path / ".netrc").write_text("machine elsewhere login user password x\n")

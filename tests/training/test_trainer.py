@@ -93,7 +93,7 @@ def test_a_second_trainer_of_a_trained_pipeline_does_not_end_silently(tmp_path: 
     first.train()  # nothing is left to train
     assert first.pipeline.step == num_steps
     second = replace(first)
-    said = f"^pipeline.step is {num_steps}, but this trainer stands at step 0 of {num_steps}: .* set pipeline.step = 0"
+    said = f"^pipeline.step is {num_steps}, but this trainer is at step 0 of {num_steps}: .* set pipeline.step = 0"
     with pytest.raises(ValueError, match=said):
         second.train()
     second.pipeline.step = 0
@@ -132,7 +132,7 @@ def test_another_seed_or_batch_size_is_refused(tmp_path: Path) -> None:
     small_trainer(tmp_path, num_epochs=1).train()
     with pytest.raises(ValueError, match=r"saved with seed 0, not 3: resume with that seed"):
         small_trainer(tmp_path, seed=3).resume()
-    with pytest.raises(ValueError, match=r"step 4 as mini-batch 0 of epoch 1, but here an epoch has 3"):
+    with pytest.raises(ValueError, match=r"step 4, mini-batch 0 of epoch 1, but here an epoch has 3"):
         small_trainer(tmp_path, train_loader=RandomImages(batch_size=8)).resume()
 
 
@@ -442,7 +442,7 @@ def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pyte
     [
         ("learning_rate", 0.1, "learning_rate is 0.1: give a function of the number of finished steps, or None"),
         ("train_loader", DataLoader(TensorDataset(torch.ones(4, 3))), "train_loader is of type DataLoader, which"),
-        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot go on within an epoch: give"),
+        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot resume within an epoch: give"),
     ],
 )
 def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, value: Any, said: str) -> None:

@@ -1,5 +1,5 @@
-"""What other packages need to be imported or used here, each with its version and the reason.
+"""Workarounds for other packages and uses of their private names, each with the version and the reason.
 
-Private names of other packages may change with any version of theirs. They are here, and in `gpipe.pipeline._compat`,
-since the engine needs torch alone; ruff refuses their import elsewhere.
+Private names may change with any version. They are used only here and in `gpipe.pipeline._compat`, because the engine
+needs only torch; ruff refuses their import elsewhere.
 """

@@ -1,7 +1,7 @@
-"""Tensors without data, quickly: what an operation returns is looked up where it is known.
+"""Fast tensors without data: the result of a repeated operation is looked up.
 
-Torch's mode remembers operations too, but its key costs more than all else that an operation on such tensors takes: it
-is made for symbolic shapes, several devices and tensors of all kinds. What is none of the usual is left to torch here.
+torch's mode caches operations too. But its key, made for symbolic shapes, several devices and tensors of all kinds,
+costs more than the rest of an operation on such tensors. Here, unusual operations are left to torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 _DEVICE = torch.ops.prim.device.default  # C++ asks it during each operation
-_VIEWS = frozenset(  # which torch's mode makes likewise, after some search
+_VIEWS = frozenset(  # torch's mode makes these in the same way, after a search
     (
         torch.ops.aten.as_strided.default,
         torch.ops.aten.detach.default,
@@ -37,18 +37,20 @@ _VIEWS = frozenset(  # which torch's mode makes likewise, after some search
         torch.ops.aten.view.default,
     )
 )
-_LIFTING = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))  # they keep a number
-_REFORMING = torch.Tag.inplace_view  # changes the shape or the memory of what it is given
+_LIFTING = frozenset(
+    (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+)  # results may hold a constant
+_REFORMING = torch.Tag.inplace_view  # changes the shape or the memory of its argument
 _Key: TypeAlias = tuple[Any, ...]
 
 
 def is_fake(value: object) -> bool:
-    """Return whether something is a tensor without data, of torch's kind."""
+    """Return whether a value is one of torch's tensors without data."""
     return isinstance(value, FakeTensor)
 
 
 class _Shape(NamedTuple):
-    """A tensor that an operation returns in memory of its own."""
+    """A tensor that an operation returns in its own memory."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -72,9 +74,9 @@ _Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | _First
 
 
 class QuickFakeTensorMode(FakeTensorMode):
-    """Torch's FakeTensorMode: the same tensors, sooner where operations are alike.
+    """torch's FakeTensorMode with the same results, but faster for repeated operations.
 
-    allow_non_fake_inputs: take tensors with data too, and look at their shapes only.
+    allow_non_fake_inputs: accept tensors with data too, and use only their shapes.
     """
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
@@ -83,13 +85,13 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare each operation torch's wrapper against torch.compile, which never sees this mode."""
+        """Skip torch's wrapper against torch.compile, which never sees this mode."""
         return False
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return what an operation returns."""
+        """Return an operation's result, without data."""
         if func is _DEVICE and not self.in_kernel_invocation:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -114,7 +116,7 @@ class QuickFakeTensorMode(FakeTensorMode):
             if known is None:
                 return result
             self._known[key] = known
-        # The first result too: torch holds its own one for a while, so that autograd would copy a gradient.
+        # The first result is made anew too: torch holds its own for a while, which would make autograd copy a gradient.
         if known is _FIRST:
             return args[0]
         if isinstance(known, _Shape):
@@ -122,7 +124,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         return tuple(None if shape is None else shape.make(self) for shape in known)
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let torch's mode run an operation. Of one that fails it logs twenty lines; the error says all of it."""
+        """Let torch's mode run an operation, without the twenty log lines if it fails: the error is enough."""
         before, _LOG.disabled = _LOG.disabled, True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -130,14 +132,14 @@ class QuickFakeTensorMode(FakeTensorMode):
             _LOG.disabled = before
 
     def _describe(self, value: Any) -> Any:
-        """Return what stands for a tensor with data, or for those in a list: the same each time."""
+        """Replace a tensor with data, or those in a list, by tensors without; the same tensor gives the same one."""
         if type(value) in (Tensor, Parameter):
             return self.from_tensor(value)
         return list(map(self._describe, value)) if type(value) is list else value
 
 
 def _make_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
-    """Return all that the result of an operation depends on, or None where that may be more than is looked at."""
+    """Return everything that an operation's result depends on; None if it may depend on something else."""
     if not args:
         return None
     parts = [func, torch.get_default_dtype()]
@@ -168,7 +170,7 @@ def _find_storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _find_shapes(result: Any, storages: Container[int]) -> _Shape | tuple[_Shape | None, ...] | None:
-    """Return the shapes of a result whose tensors have memory of their own, all of it; None for any other."""
+    """Return the shapes of a result whose tensors share memory with nothing and fill it; None for any other result."""
     if isinstance(result, tuple):
         shapes = tuple(None if one is None else _find_shapes(one, storages) for one in result)
         is_known = all(one is None or isinstance(shape, _Shape) for one, shape in zip(result, shapes, strict=True))

@@ -1,4 +1,4 @@
-"""FLOPs of operations: torch's own counts, and those of what its counter does not know or counts wrongly."""
+"""FLOPs of operations: torch's counts, and ours where torch has none or a wrong one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FlopCounter(TorchDispatchMode):
     """Counts the FLOPs of the operations inside.
 
     Attributes:
-        total: so far.
+        total: the FLOPs counted so far.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def _attention_backward(args: tuple[Any, ...]) -> int:
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
-    """Count each gradient like the forward: each product of that has one in the input's and one in the weight's."""
+    """Count each gradient like the forward pass, because each of its products has one counterpart per gradient."""
     gradient, inputs, weight = (list(tensor.shape) for tensor in args[:3])
     transposed, (of_inputs, of_weight, _) = args[7], args[10]
     return int(conv_flop_count(inputs, weight, gradient, transposed) * (of_inputs + of_weight))
@@ -68,7 +68,7 @@ def _matrix_vector(args: tuple[Any, ...]) -> int:
 
 
 def _recurrent(args: tuple[Any, ...]) -> int:
-    """Count the processor's layer of an LSTM: each step of each example multiplies by two matrices."""
+    """Count an LSTM layer on a CPU: each step of each example multiplies by two matrices."""
     inputs, of_inputs, of_state = args[:3]
     return 2 * int(inputs.numel() // inputs.shape[-1] * (of_inputs.numel() + of_state.numel()))
 
@@ -84,8 +84,8 @@ def _trilinear(args: tuple[Any, ...]) -> int:
     return int(2 * math.prod(map(max, *shapes)))
 
 
-# What torch's own counter does not know, such as the processor's fused attention, or counts wrongly: the gradient of
-# the weight of a convolution in groups, as if there were none.
+# Operations that torch's counter lacks, such as fused attention on CPUs, or counts wrongly: in the weight gradient of a
+# convolution it ignores groups.
 _COUNTS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

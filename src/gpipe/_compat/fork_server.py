@@ -1,7 +1,6 @@
 """The private parts of Python's fork server; they are the same in Python 3.11 to 3.14.
 
-`multiprocessing` ends its fork server only with the program, and a process that was forked cannot tell that its parent
-is gone.
+`multiprocessing` ends its fork server only with the program, and a forked process cannot tell that its parent is gone.
 """
 
 import os
@@ -16,14 +15,14 @@ def kill_fork_server() -> None:
     """Kill the fork server, if there is one; the next process that is started starts another."""
     server: Any = forkserver._forkserver  # noqa: TID251
     if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # else it waits for whatever a killed process had started
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # otherwise it waits for the children of a killed process
     server._stop()
 
 
 def exit_with_fork_server() -> None:
     """Let the system kill this process, which was forked, when its fork server exits.
 
-    The server exits when no process has a certain pipe open: so this one closes it.
+    The server exits when no process holds a certain pipe open, so this process closes it.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # noqa: TID251
     # Does nothing on systems other than Linux.

@@ -1,6 +1,6 @@
-"""The private interfaces of Hydra 1.3 that the gate of the settings and the messages of errors replace.
+"""The private interfaces of Hydra 1.3 that config/gate.py and launch/errors.py replace.
 
-Hydra has no public hook between the files and what it composes of them, nor one around what it runs.
+Hydra has no public hook between loading files and composing them, and none around what it runs.
 """
 
 import sys
@@ -21,7 +21,7 @@ __all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "IConfigRepository", "
 
 @contextmanager
 def surround_runs(surrounding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While the body runs, run what Hydra runs for a program in a context of its own, and let -m stand anywhere."""
+    """While the body runs, wrap each run by Hydra in a context, and accept -m anywhere on the command line."""
     report, make_parser, run = utils.run_and_report, hydra_main.get_args_parser, hydra_main._run_hydra
 
     def run_surrounded(*args: Any, **settings: Any) -> None:
@@ -34,7 +34,7 @@ def surround_runs(surrounding: Callable[[], AbstractContextManager[None]]) -> It
         parser.error = lambda message: _refuse(f"{message}: see --help")
         return parser
 
-    utils.run_and_report = lambda func: func()  # which would print what `surrounding` prints
+    utils.run_and_report = lambda func: func()  # Hydra's would print errors, as `surrounding` does
     hydra_main.get_args_parser, hydra_main._run_hydra = make_patient_parser, run_surrounded
     try:
         yield
@@ -48,7 +48,7 @@ def _parse(parser: ArgumentParser) -> Namespace:
     if found.experimental_rerun is not None:
         _refuse("--experimental-rerun loads a pickle, which may run any code: start the run's command again")
     if found.config_dir is not None and not Path(found.config_dir).is_dir():
-        _refuse(f"--config-dir is {found.config_dir}, which is no folder: correct it")
+        _refuse(f"--config-dir is {found.config_dir}, which is not a folder: correct it")
     commands = ("run", "multirun", "cfg", "info", "shell_completion")
     given = [f"--{name}".replace("_", "-") for name in commands if getattr(found, name)]
     if len(given) > 1:

@@ -40,9 +40,9 @@ class TorchDispatchMode(_TorchDispatchMode):
 
 
 def watch_allocations(run: Callable[[], _Result]) -> tuple[_Result, list[int]]:
-    """Run something; return its result, and what it took of main memory and gave back (below 0), in order, in bytes.
+    """Call `run`; return its result and, in order, the bytes of main memory that it allocated (below 0: freed).
 
-    Only a profiler sees torch's allocator of main memory. Torch's public one prints two lines at each start.
+    Only a profiler sees torch's allocations of main memory, and torch's public profiler prints two lines at each start.
     """
     _enable_profiler_legacy(
         ProfilerConfig(
@@ -65,8 +65,8 @@ def watch_allocations(run: Callable[[], _Result]) -> tuple[_Result, list[int]]:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run compiled modules as they are, within a recording of torch.fx, which torch.compile refuses otherwise."""
-    dynamo = sys.modules.get("torch._dynamo")  # loaded where something is compiled; to load it takes seconds
+    """Run compiled modules uncompiled within a recording of torch.fx, which torch.compile otherwise refuses."""
+    dynamo = sys.modules.get("torch._dynamo")  # loaded only if something is compiled; loading it takes seconds
     if dynamo is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Look at a checkpoint: python -m gpipe.checkpoint verify|describe|export PATH.
+"""Inspect a checkpoint: python -m gpipe.checkpoint verify|describe|export PATH.
 
 PATH is a checkpoint's folder, a run's folder (for its latest checkpoint), a folder of runs (for the finished run that
 saved last, else the unfinished one), or a pointer such as checkpoints/best.
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print("\n".join(describe(checkpoint)))
             case "export":
                 output = options.output or Path(f"{checkpoint.name}.safetensors")
-                if output.suffix != ".safetensors":  # which is how init_from and other libraries know it
+                if output.suffix != ".safetensors":  # init_from and other libraries recognise it by this
                     raise CheckpointError(f"--output is {output}, expected a name that ends with .safetensors.")
                 kind = export(checkpoint, output, averages=not options.weights)
                 what = "moving averages of the weights" if kind == "ema" else "weights"
@@ -77,7 +77,7 @@ def describe(checkpoint: Path) -> Iterator[str]:
 
 
 def _select_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that tell which run it was; as JSON, which cannot move the terminal's cursor."""
+    """Return the settings that identify the run, as JSON, which cannot move the terminal's cursor."""
     found = {"run": json.dumps(config["name"])} if "name" in config else {}
     data = config.get("data")
     if isinstance(data, dict) and "name" in data:
@@ -101,7 +101,7 @@ def _format_size(num_bytes: int) -> str:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gpipe.checkpoint", description="Look at a checkpoint.")
+    parser = argparse.ArgumentParser(prog="python -m gpipe.checkpoint", description="Inspect a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         "verify": "compare every file with its size, hash and tensors; print ok, or one line per damaged file",

@@ -1,4 +1,4 @@
-"""What is saved and brought back."""
+"""What a checkpoint saves and restores."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,10 +17,10 @@ class OptimizerState:
     """An optimiser whose parameters have names; only its owner knows how it keeps its state.
 
     Attributes:
-        name: of its class.
-        parameters: those that it trains, by name.
-        read: returns the state as tensors called `<parameter name>/<slot>`; replicas may share it out, so each calls
-            this, and the first one gets all.
+        name: the name of its class.
+        parameters: the parameters that it trains, by name.
+        read: returns the state as tensors called `<parameter name>/<slot>`. Replicas may divide the state among
+            themselves, so every replica calls this, and the first one gets all of it.
         load: replaces the whole state by such tensors.
     """
 
@@ -37,9 +37,9 @@ class Content:
     Attributes:
         position: where the run stands.
         model: this process's tensors.
-        optimizer: None saves no state of it.
+        optimizer: None saves no optimiser state.
         config: the run's settings, as JSON.
-        results: what the run needs again when it resumes, as JSON.
+        results: what the run needs to resume, as JSON.
     """
 
     position: Position
@@ -54,7 +54,7 @@ class Content:
         return self.model if self.optimizer is None else {**self.model, "optimizer": self.optimizer.read()}
 
     def share(self) -> None:
-        """Take part in what `tensors` does on the replica that saves."""
+        """Take part in reading `tensors` on a replica that does not save."""
         if self.optimizer is not None:
             self.optimizer.read()
 

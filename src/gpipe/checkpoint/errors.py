@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, and how an error of one process is raised on all."""
+"""Errors of checkpoints, and raising one process's error on all."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -34,10 +34,10 @@ def run_on_all(pipeline: Pipeline, work: Callable[[], T]) -> T:
 
 
 def to_json(error: BaseException, place: str) -> dict[str, Any]:
-    """Return an error as `raise_first` takes it.
+    """Return an error in the form that `raise_first` takes.
 
     Args:
-        error: any.
+        error: any error.
         place: which process of the job this is, and what it does.
     """
     if isinstance(error, CheckpointError):

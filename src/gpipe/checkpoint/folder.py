@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the latest and the best, and which are deleted."""
+"""The folder of a run's checkpoints: list them, find the latest and the best, and delete old ones."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ _REST = re.compile(r"\.step-\d{8,18}\.(partial-[0-9a-f]+-\d+|deleted)")
 
 
 def name_step(step: int) -> str:
-    """Return the name of the checkpoint after so many steps."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
@@ -33,7 +33,7 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def find_best(folder: Path) -> Path | None:
-    """Return the checkpoint whose main evaluation had the least loss; None if none was saved after an evaluation."""
+    """Return the checkpoint with the lowest loss in the main evaluation; None if none was saved after an evaluation."""
     return _follow(folder / BEST)
 
 
@@ -41,9 +41,9 @@ def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
     """Return the checkpoint that a path means; None if there is none.
 
     Args:
-        path: a checkpoint's folder, a pointer to one (`best`), a run's folder, that of its checkpoints, or a folder of
-            runs, of which `find_run` takes one.
-        prefer_best: take a run's best checkpoint, if there is one, and not its latest.
+        path: a checkpoint's folder, a pointer to one (`best`), a run's folder, its folder of checkpoints, or a folder
+            of runs, from which `find_run` chooses one.
+        prefer_best: take a run's best checkpoint, if there is one, instead of its latest.
     """
     if path.name in (LATEST, BEST) and path.is_file():
         return _follow(path)
@@ -57,7 +57,7 @@ def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
 
 
 def find_run(path: Path) -> Path:
-    """Return, for a folder of runs, the finished one that saved last, else the unfinished; other paths unchanged."""
+    """Return, of a folder of runs, the finished one that saved last, else the unfinished one; other paths unchanged."""
     if any((path / name).exists() for name in ("checkpoints", LATEST, MANIFEST)):
         return path
     saved = path.glob(f"*/checkpoints/step-*/{MANIFEST}")
@@ -71,7 +71,7 @@ def find_run(path: Path) -> Path:
 
 
 def _began_in(folder: Path, manifest: Path) -> bool:
-    """Return whether a run began from one of this folder: the same command goes on with it, and not from it."""
+    """Return whether a run started from a run in this folder; repeating its command must not start from itself."""
     with suppress(CheckpointError):
         config = Manifest.read(manifest.parent).config
         origins = config.get("init_from"), config.get("trainer", {}).get("resume_from")
@@ -82,7 +82,7 @@ def _began_in(folder: Path, manifest: Path) -> bool:
 def list_newest_first(folder: Path) -> list[Path]:
     """Return the latest checkpoint and those of earlier steps, damaged ones too.
 
-    Those of later steps are left out: the run went back and took another course.
+    Those of later steps are left out: the run went back and continued differently.
     """
     latest = _follow(folder / LATEST)
     steps = _list_steps(folder)
@@ -93,7 +93,7 @@ def list_newest_first(folder: Path) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Make the folder, and remove what interrupted saves have left in it; no other process may write there."""
+    """Create the folder, and remove what interrupted saves have left in it; no other process may write there."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         if match := _OLD.fullmatch(path.name):
@@ -106,9 +106,9 @@ def clean(folder: Path) -> None:
 
 
 def publish(partial: Path, path: Path, *, keep: int, is_best: bool) -> None:
-    """Give a written checkpoint its name, point `latest` to it, and `best` if it is, and delete the oldest.
+    """Give a written checkpoint its name, point `latest` to it, and `best` if it is the best, and delete the oldest.
 
-    Each step leaves the folder whole: the new checkpoint is complete before anything points to it or is deleted.
+    The folder is valid after each step: the new checkpoint is complete before anything points to it or is deleted.
     """
     folder = path.parent
     flush(partial)
@@ -130,7 +130,7 @@ def publish(partial: Path, path: Path, *, keep: int, is_best: bool) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint; it loses its name first, which half a checkpoint must not keep."""
+    """Delete a checkpoint; it is renamed first, because half a checkpoint must not keep the name."""
     deleted = path.with_name(f".{path.name}.deleted")
     shutil.rmtree(deleted, ignore_errors=True)
     path.rename(deleted)

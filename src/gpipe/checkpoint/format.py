@@ -1,4 +1,4 @@
-"""A checkpoint's files: names of tensors, the safetensors format, and opening nothing but files.
+"""A checkpoint's files: names of tensors, the safetensors format, and opening only regular files.
 
     8 bytes     the length of the JSON, a little-endian number
     JSON        {"layers.0.weight": {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, ...}, padded with spaces
@@ -31,8 +31,8 @@ from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
 _ALIGNMENT = 8
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
-_CHUNK_BYTES = 2**24  # after each chunk, a writer whose checkpoint is not needed any more stops
-_FLUSH_CHUNKS = 64  # after so many, a flush shows that the disk keeps up
+_CHUNK_BYTES = 2**24  # after each chunk, a writer stops if its checkpoint is no longer needed
+_FLUSH_CHUNKS = 64  # after this many, a flush shows that the disk keeps up
 _LAYER_NAME = re.compile(r"layers\.(0|[1-9]\d{0,8})\..+")
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -84,13 +84,13 @@ class TensorSpec:
 
 
 class FileImage:
-    """The bytes of a file in memory: its header, and its data in one buffer that the next checkpoint uses again.
+    """The bytes of a file in memory: its header, and its data in one buffer that the next checkpoint reuses.
 
-    Tensors are copied in quickly and written while training goes on. safetensors' own writer is not used: it would hold
-    Python's lock while it writes, and training would stand still.
+    Tensors are copied in quickly and written while training continues. safetensors' own writer is not used, because it
+    holds Python's lock while it writes, so training would stop.
 
     Args:
-        specs: of the file's tensors, by name.
+        specs: the specs of the file's tensors, by name.
         pinned: keep the buffer where a GPU can write to it directly.
         metadata: texts by name, for the header.
     """
@@ -111,7 +111,7 @@ class FileImage:
 
     def _pin(self, num_bytes: int) -> Tensor:
         """Return pinned memory of that size; torch's own allocator would take the next power of two."""
-        memory = mmap.mmap(-1, num_bytes)  # in pages of its own
+        memory = mmap.mmap(-1, num_bytes)  # in its own pages
         data = torch.frombuffer(memory, dtype=torch.uint8)
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), num_bytes, _PORTABLE)))
         weakref.finalize(self, _unpin, data.data_ptr(), memory).atexit = False
@@ -128,7 +128,7 @@ class FileImage:
 
         Args:
             path: the file, which must not exist.
-            go_on: called before each chunk; False stops the writing.
+            go_on: called before each chunk; if it returns False, writing stops.
 
         Returns:
             The manifest's entry as JSON: the size, and the SHA-256 of what was meant to be written.
@@ -143,7 +143,7 @@ class FileImage:
             with path.open("xb") as file:
                 for number, part in enumerate(chain((self._header,), chunks), 1):
                     if not go_on():
-                        raise InterruptedError(f"{path} is not needed any more")
+                        raise InterruptedError(f"{path} is no longer needed")
                     file.write(part)
                     digest.update(part)
                     if number % _FLUSH_CHUNKS == 0:
@@ -162,7 +162,7 @@ def _unpin(address: int, memory: mmap.mmap) -> None:  # noqa: ARG001 - it lives 
 
 
 def _make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the first bytes of a file of such tensors, and where the data of each begins after them."""
+    """Return a file's first bytes, and the offset of each tensor's data after them."""
     # Wide dtypes first: every tensor then begins at a multiple of its own width.
     order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
     starts: dict[str, int] = {}
@@ -186,12 +186,12 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     """Return the tensors of a safetensors file by name, without their numbers.
 
     Raises:
-        DamagedCheckpoint: it is no such file, or has a tensor that no checkpoint has.
+        DamagedCheckpoint: it is not such a file, or has a dtype that no checkpoint has.
     """
     dtypes = {short: name for name, short in _NAMES.items()}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
             return {name: TensorSpec(dtypes[one.get_dtype()], tuple(one.get_shape())) for name, one in slices.items()}
     except (KeyError, SafetensorError) as error:
         fault = shorten(str(error), 300)
@@ -221,14 +221,14 @@ def check_header(path: Path, expected: Mapping[str, TensorSpec]) -> None:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return the beginning of a text that may be hostile: one line, which every terminal can print."""
+    """Return the beginning of a text that may be hostile, as one line that any terminal can print."""
     return "".join(char if char.isprintable() else "?" for char in text[:length])
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it, but no link, pipe or device.
+    """Open a regular file for reading; refuse links, pipes and devices.
 
-    A link could lead out of the checkpoint's folder, and a pipe could keep the program waiting for ever.
+    A link could lead out of the checkpoint's folder, and a pipe could keep the program waiting forever.
 
     Raises:
         DamagedCheckpoint: the file is missing, or is not a regular file.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what the run was, which files there are, and which tensor lies in which file."""
+"""The manifest of a checkpoint: what the run was, which files there are, and which file has each tensor."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\.safetensors")
 _MAX_NATURAL = 2**63 - 1
 _MAX_DIMENSIONS = 64  # as in torch
 _MAX_FAULTS = 100
-# Where pydantic's own words name a type of Python.
+# In place of pydantic's own words, which name Python types.
 _EXPECTED = {
     "dataclass_type": "an object", "dict_type": "an object", "tuple_type": "a list", "string_type": "text",
 }  # fmt: skip
@@ -67,14 +67,14 @@ _Shape = Annotated[
 
 
 class _Closed:
-    """A record that may have no other fields; its types are checked when it is read, not when it is made."""
+    """A record that allows no other fields; types are checked when it is parsed, not when it is constructed."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class Position(_Closed):
-    """Where a run stands: `step` finished steps, `batch` of which lie in the unfinished `epoch` (both from 0)."""
+    """Where a run stands: `step` finished steps, `batch` of them in the unfinished `epoch` (both from 0)."""
 
     step: _Natural
     epoch: _Natural
@@ -101,14 +101,14 @@ class TensorEntry(_Closed, TensorSpec):
 
 @dataclass(frozen=True)
 class Manifest(_Closed):
-    """Everything about a checkpoint but the numbers themselves.
+    """Everything about a checkpoint except the tensors' values.
 
     Attributes:
         position: where the run stood.
-        num_layers: of the whole model.
+        num_layers: the number of layers of the whole model.
         optimizer: the name of its class; None if its state was not saved.
         config: the run's settings, as JSON.
-        results: what the run needs again when it resumes, as JSON.
+        results: what the run needs to resume, as JSON.
         files: entries by name.
         tensors: "weights", "ema" and "optimizer", each with entries by name: `layers.<i>.<name>` in the first two,
             `layers.<i>.<name>/<slot>` in the last.
@@ -150,7 +150,7 @@ class Manifest(_Closed):
         named = STEP_FOLDER.fullmatch(folder.absolute().name)
         if named is not None and int(named[1]) != manifest.position.step:
             raise DamagedCheckpoint(
-                f"{folder} has the checkpoint of step {manifest.position.step}: give it its own name back, or choose "
+                f"{folder} has the checkpoint of step {manifest.position.step}: rename the folder back, or choose "
                 "another."
             )
         return manifest
@@ -180,7 +180,7 @@ def write_manifest(folder: Path, fields: Mapping[str, Any], parts: Iterable[Mapp
 
     Args:
         folder: the checkpoint's.
-        fields: those that every process knows, as JSON.
+        fields: the fields that every process knows, as JSON.
         parts: what each process wrote: {"files": ..., "tensors": ...}, as JSON.
 
     Raises:
@@ -208,14 +208,14 @@ def write_manifest(folder: Path, fields: Mapping[str, Any], parts: Iterable[Mapp
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest's JSON with the SHA-256 of the rest of it: what guards the files must be guarded itself."""
+    """Return a manifest's JSON with the SHA-256 of the rest: what protects the files needs protection itself."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     text = json.dumps(rest, sort_keys=True, allow_nan=False)
     return {**rest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _read_json(text: bytes) -> dict[str, Any]:
-    """Read a manifest's JSON as the standard has it: each key once, no NaN, and the SHA-256 that seals it.
+    """Read a manifest's JSON strictly: each key once, no NaN, and the SHA-256 that seals it.
 
     Raises:
         ValueError: it is something else.
@@ -233,13 +233,13 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {short(key)} is there twice")
+            raise ValueError(f"the key {short(key)} appears twice")
         found[key] = value
     return found
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:
@@ -261,7 +261,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 
 @cache
 def _adapter() -> TypeAdapter[Manifest]:
-    """Return what parses manifests, made when the first one is read: not every program reads one."""
+    """Return the parser of manifests, created at first use, because not every program reads one."""
     return TypeAdapter(Manifest)
 
 
@@ -283,14 +283,14 @@ def _explain(error: ValidationError) -> str:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Refuse tensors whose names are not those of the model, or that do not fit into the files they lie in."""
+    """Refuse tensors whose names do not belong to the model, or that are larger than their files."""
     room = {name: entry.size for name, entry in manifest.files.items()}
     owners: dict[str, str] = {}
     for kind, entries in manifest.tensors.items():
         for name, entry in entries.items():
             _check_name(name, kind, manifest.num_layers)
             if entry.file not in room:
-                raise ValueError(f"{name} lies in {short(entry.file)}, which is not listed")
+                raise ValueError(f"{name} is in {short(entry.file)}, which is not listed")
             if owners.setdefault(entry.file, kind) != kind:
                 raise ValueError(f"{entry.file} has tensors of {owners[entry.file]} and of {kind}, expected one kind")
             room[entry.file] -= entry.num_bytes

@@ -1,7 +1,7 @@
-"""Read checkpoints: into a pipeline, into plain layers, into one file, or to see whether they are good.
+"""Read checkpoints: into a pipeline, into plain layers, into one file, or to verify them.
 
-A reader opens only the files that have its layers, and verifies their sizes, hashes and headers first. All or nothing:
-if a process finds a fault, CheckpointError is raised on all of them, and nothing has been changed.
+A reader opens only the files that have its layers, and verifies their sizes, hashes and headers first. If any process
+finds a fault, CheckpointError is raised on all of them, and nothing has changed.
 """
 
 import shutil
@@ -24,8 +24,8 @@ from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
-_NUM_NAMED = 3  # so many names of wrong tensors go into a message
-_MODEL_FILE = "config.json"  # of a model of transformers, in its run's folder
+_NUM_NAMED = 3  # wrong tensors that a message names
+_MODEL_FILE = "config.json"  # of a transformers model, in its run's folder
 
 
 def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None = None) -> Manifest:
@@ -64,17 +64,17 @@ def load_weights(
     settings: Mapping[str, Any] | None = None,
     model_names: Mapping[str, str] | None = None,
 ) -> None:
-    """Begin with the model that a checkpoint's run evaluated: with its averages, or its weights if it has none.
+    """Load the model that a checkpoint's run evaluated: its averages, or its weights if it has none.
 
     Every process calls this.
 
     Args:
         path: the checkpoint's folder; or a file that `export` wrote, or that has the model's own names.
-        pipeline: whose processes load together.
+        pipeline: the pipeline whose processes load together.
         model: this process's weights, statistics and, if this run keeps any, averages, which are overwritten.
         replaced: the names of tensors that stay as they are.
-        settings: this model's, as JSON; if the layers differ, the message names the settings that do.
-        model_names: of tensors in the model that became these layers, by those here, without "layers.".
+        settings: this model's settings, as JSON; if the layers differ, the message names the settings that differ.
+        model_names: for a traced model, its own tensor names by the layers' names without "layers.".
 
     Raises:
         CheckpointError: on all processes; the checkpoint is damaged, or is of another model.
@@ -122,10 +122,10 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): check the disk and its permissions.") from None
     for index, module in enumerate(layers.modules()):
-        if module._non_persistent_buffers_set:  # which no checkpoint has
+        if module._non_persistent_buffers_set:  # no checkpoint has these buffers
             materialize(module, index, 0, torch.device("cpu"))
-    # Assigned, not copied: the initial weights, which nothing needs, are never drawn. In memory of their own: in a file
-    # they have any address, and by that some kernels choose in which order they add up.
+    # Assigned, not copied, so that the unneeded initial weights are never drawn. Cloned, because tensors in a mapped
+    # file may have any address, and some kernels choose their order of summation by it.
     layers.load_state_dict({name: tensor.clone() for name, tensor in _rename(read).items()}, assign=True)
     return source.manifest
 
@@ -133,7 +133,8 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
 def export(path: Path, output: Path, *, averages: bool = True) -> str:
     """Write a checkpoint's weights, verified, as one safetensors file that the plain model can load.
 
-    That is the nn.Sequential, or the model that became these layers. Beside one of transformers lies its config.json.
+    The plain model is the nn.Sequential, or the model that was traced. A transformers model gets its config.json beside
+    the file.
 
     Args:
         path: the checkpoint's folder.
@@ -161,13 +162,13 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
         raise FileExistsError(f"{copied} exists, and is another model's: name a file in another folder with --output.")
     others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
     if rename is not _rename:
-        others["format"] = "pt"  # without which transformers reads no file
-    image = FileImage(rename(entries), metadata=others)  # such as the tokenizer's, which `init_from` compares
+        others["format"] = "pt"  # transformers reads no file without it
+    image = FileImage(rename(entries), metadata=others)  # with hashes, such as the tokenizer's: `init_from` checks them
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
         image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as partial:
-        partial.unlink(missing_ok=True)  # of an export that was killed
+        partial.unlink(missing_ok=True)  # left by an export that was killed
         image.write(partial)
     if copied is not None:
         with replacing(copied) as partial:
@@ -206,11 +207,11 @@ def find_damage(path: Path) -> list[str]:
 
 
 class _Source:
-    """A checkpoint that is read; its methods raise CheckpointError.
+    """A checkpoint to read; its methods raise CheckpointError.
 
     Args:
         path: its folder.
-        settings: of the model here, as JSON, for messages.
+        settings: this model's settings, as JSON, for messages.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
@@ -218,7 +219,7 @@ class _Source:
         self.manifest = Manifest.read(path)
 
     def choose_kind(self, *, averages: bool = True) -> str:
-        """Return "ema" if averages are there and wanted, else "weights"."""
+        """Return "ema" if averages are wanted and present, else "weights"."""
         return "ema" if averages and "ema" in self.manifest.tensors else "weights"
 
     def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
@@ -275,7 +276,9 @@ class _Source:
     def misfit(self, kind: str, found: Mapping[str, str]) -> CheckpointError:
         """Return the error that names the layers that differ, and how the first of their tensors do."""
         layers = sorted({parse_layer(name) for name in found})
-        ordered = sorted(found.items(), key=lambda item: parse_layer(item[0]))  # a process's layers may lie apart
+        ordered = sorted(
+            found.items(), key=lambda item: parse_layer(item[0])
+        )  # a process's layers may not be contiguous
         examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
         more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
         subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
@@ -345,12 +348,12 @@ class _Source:
 
 
 class _ExportedFile(_Source):
-    """A file that `export` wrote, or that has the model's own names, in the place of a checkpoint."""
+    """A file that `export` wrote, or that has the model's own names, read like a checkpoint."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any] | None, model_names: Mapping[str, str]) -> None:
         self._path, self._settings = path, settings or {}
         found = read_specs(path)
-        # The name in the file, by that here.
+        # Names in the file, by names here.
         self._names = {f"layers.{own}": name for own, name in model_names.items() if name in found}
         if model_names and not self._names:
             raise CheckpointError(
@@ -360,7 +363,7 @@ class _ExportedFile(_Source):
         if not model_names:
             if (foreign := next((name for name in found if not name.partition(".")[0].isdecimal()), None)) is not None:
                 raise CheckpointError(
-                    f"{path} has the tensor {foreign}, which is none of a sequence of layers: it is of another model; "
+                    f"{path} has the tensor {foreign}, which is not named like a layer's: it is of another model; "
                     "name a file that was exported from a model like this one."
                 )
             self._names = {f"layers.{name}": name for name in found}
@@ -381,7 +384,7 @@ class _ExportedFile(_Source):
 
 
 class _OtherCut(_Source):
-    """A checkpoint of a model that became layers; images of another size may have cut it elsewhere."""
+    """A checkpoint of a traced model, which may be cut elsewhere for images of another size."""
 
     def __init__(
         self,
@@ -393,7 +396,7 @@ class _OtherCut(_Source):
     ) -> None:
         self._path, self._settings, self._saved = path, settings or {}, _Source(path, settings)
         places = {name: place for place, name in saved_names.items()}
-        # The name in the checkpoint, by that here.
+        # Names in the checkpoint, by names here.
         self._names = {f"layers.{own}": f"layers.{places[name]}" for own, name in model_names.items() if name in places}
         tensors = {
             kind: {own: entries[saved] for own, saved in self._names.items() if saved in entries}
@@ -413,7 +416,7 @@ def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> No
         if loaded and len(loaded) < len(names):
             (replaced_name, *_) = (name for name in names if name in replaced)
             raise CheckpointError(
-                f"{loaded[0]} and {replaced_name} are one parameter of this model, of which only the second is to be "
+                f"{loaded[0]} and {replaced_name} are one parameter of this model, but only the second is to be "
                 "replaced: replace both, or untie them."
             )
 
@@ -424,9 +427,9 @@ def _rename(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_renaming(manifest: Manifest) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what gives tensors the names of the model that became the layers, if it was one, else those here.
+    """Return a function that gives tensors their names in the traced model or, for other models, in the nn.Sequential.
 
-    Of a tensor that several layers have, one is kept.
+    Of a tensor that several layers have, one copy is kept.
     """
     names = _read_model_names(manifest)
     if names is None:
@@ -435,10 +438,10 @@ def _model_renaming(manifest: Manifest) -> Callable[[Mapping[str, Any]], dict[st
 
 
 def _read_model_names(manifest: Manifest) -> dict[str, str] | None:
-    """Return the name in the model of each tensor of layers that were a model, None for other layers."""
+    """Return the names of a traced model's tensors by the layers' names; None for other models."""
     names = manifest.config.get("model_names")
     if names is not None and not (isinstance(names, dict) and all(isinstance(name, str) for name in names.values())):
-        raise CheckpointError("the model_names of the checkpoint are not names by name: restore its manifest.json.")
+        raise CheckpointError("the model_names of the checkpoint do not map names to names: restore its manifest.json.")
     return names
 
 

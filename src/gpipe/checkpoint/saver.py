@@ -1,4 +1,4 @@
-"""Save checkpoints while training goes on: each stage its own layers, the first one the rest."""
+"""Save checkpoints while training continues: each stage saves its own layers, and the first one the rest."""
 
 import secrets
 import shutil
@@ -22,16 +22,16 @@ _ROUND_SECONDS = 0.02
 
 
 class Saver:
-    """Saves checkpoints of a pipeline as `folder/step-<step>`; every process makes one and calls the same methods.
+    """Saves checkpoints of a pipeline as `folder/step-<step>`; every process creates one and calls the same methods.
 
     Args:
-        folder: which all processes see; it is made, and what interrupted saves have left in it is removed.
-        pipeline: whose processes save together.
-        keep: how many of the newest checkpoints stay, beside the best.
+        folder: a folder that all processes see; it is created, and what interrupted saves have left in it is removed.
+        pipeline: the pipeline whose processes save together.
+        keep: the number of newest checkpoints to keep, besides the best.
 
     Raises:
-        ValueError: keep is not positive, or the replicas share out their weights.
-        CheckpointError: the folder cannot be made.
+        ValueError: keep is not positive, or the replicas shard their weights.
+        CheckpointError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, *, keep: int = 3) -> None:
@@ -58,7 +58,7 @@ class Saver:
             self._processes: list[int] = pipeline.job.gather(self._process)
 
     def rehearse(self, content: Content) -> None:
-        """Do what `save` does, but without the tensors' numbers, and leave nothing behind.
+        """Do what `save` does, but without the tensors' values, and leave nothing behind.
 
         Raises:
             CheckpointError: on every process that writes, if one of them could not save.
@@ -79,8 +79,8 @@ class Saver:
     def save(self, content: Content, *, is_best: bool = False) -> Path:
         """Begin to save, and return the folder that the checkpoint will have.
 
-        Weights, averages and the optimiser's state may change after `wait_until_copied`; buffers, which a forward
-        changes, as soon as this returns. Waits for the save before.
+        Weights, averages and the optimiser's state may change after `wait_until_copied`; buffers, which a forward pass
+        changes, as soon as this returns. Waits for the previous save.
 
         Args:
             content: everything that goes into the checkpoint.
@@ -120,10 +120,10 @@ class Saver:
         return None if self._writer is None else self._writer.status()
 
     def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
-        """At a step's boundary, raise the error that a process had in the save under way.
+        """Between steps, raise the error that a process had in the save under way.
 
         Args:
-            statuses: of all processes, the same on each; they travel with the step's other messages.
+            statuses: those of all processes, the same on each; they travel with the step's other messages.
 
         Raises:
             CheckpointError: on all processes, if one of them failed.
@@ -149,14 +149,14 @@ class Saver:
             self.check(self._pipeline.job.gather(self._writer.status()))
 
     def abandon(self) -> None:
-        """After an error of the training, give the save under way a moment to finish, or to stop."""
+        """After training has failed, give the save under way a moment to finish or to stop."""
         if self._writer is not None:
             self._writer.wait(_GRACE_SECONDS)
             self._writer.give_up(seconds=1.0)
             self._writer = None
 
     def _lead(self, work: Callable[[], None]) -> None:
-        """Do something on the leading process; if it fails there, raise on all."""
+        """Call `work` on the leading process; if it fails there, raise on all."""
         run_on_all(self._pipeline, work if self._leads else lambda: None)
 
     def _clean(self) -> None:
@@ -164,7 +164,7 @@ class Saver:
         self._own = OwnFolder(self._folder)
 
     def _begin(self, partial: Path) -> None:
-        """Make the folder into which a save is written, unless another run has taken the place of this one's."""
+        """Create the folder for a save, unless another run's folder has replaced this run's."""
         assert self._own is not None, "only the leading process begins"
         try:
             self._own.check()
@@ -173,7 +173,7 @@ class Saver:
         partial.mkdir()
 
     def _name_partial(self, content: Content) -> Path:
-        """Return the folder into which the save under way is written; `clean` knows its name."""
+        """Return the folder that the save under way writes to; `clean` knows this form of name."""
         return self._folder / f".{name_step(content.position.step)}.partial-{self._token}-{self._num_saves}"
 
     def _rehearse_part(self, partial: Path, kinds: Kinds) -> int:
@@ -187,10 +187,10 @@ class Saver:
         parts = [take_part(partial, process) for process in self._processes]
         write_manifest(partial, content.describe(self._pipeline.num_layers), parts)
         disk = shutil.disk_usage(self._folder)
-        if disk.total > 0 and disk.free < num_bytes:  # some network disks do not tell their size
+        if disk.total > 0 and disk.free < num_bytes:  # some network disks do not report their size
             raise CheckpointError(
                 f"{self._folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: make "
-                "room on that disk, or save nothing by trainer.checkpoints.keep=null."
+                "room on that disk, or set trainer.checkpoints.keep=null, which saves nothing."
             )
         renamed = partial.with_suffix(".deleted")
         partial.rename(renamed)
@@ -202,7 +202,7 @@ class Saver:
         return {name: tensor if name in parameters else tensor.clone() for name, tensor in weights.items()}
 
     def _give_up(self) -> None:
-        """Stop writing; when all processes have, free what was written: the disk may be full."""
+        """Stop writing; when all processes have stopped, delete what was written, because the disk may be full."""
         if self._writer is None or self._partial is None:
             return
         self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever

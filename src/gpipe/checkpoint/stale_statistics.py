@@ -1,4 +1,4 @@
-"""Batch norms of a checkpoint that have moving averages, where an evaluation would have had estimates."""
+"""Detect checkpoints whose batch norms have moving averages instead of estimated statistics."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +8,18 @@ from gpipe.checkpoint.manifest import Manifest
 
 
 def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -> str | None:
-    """Say that the batch norms of a checkpoint's tensors have moving averages, which lag behind the weights.
+    """Say that a checkpoint's batch norms have moving averages, which lag behind the weights.
 
-    Nobody knows of checkpoints of a version that did not remember the last evaluation.
+    Checkpoints of versions that did not record the last evaluation count as evaluated.
 
     Args:
         checkpoint: its folder.
-        manifest: what it is.
+        manifest: its manifest.
         kind: "ema" or "weights".
 
     Returns:
-        A sentence with a remedy, without a full stop; None where an evaluation has replaced the moving averages, where
-        the run never estimates, or where there are no batch norms.
+        A sentence with a remedy, without a full stop; None if an evaluation has replaced the moving averages, if the
+        run never estimates statistics, or if there are no batch norms.
     """
     names = manifest.tensors.get(kind, {})
     settings = _read_settings(manifest.config)
@@ -43,7 +43,7 @@ def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -
 
 
 def _read_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of evaluations; of another program's checkpoint none."""
+    """Return the evaluation settings; none for another program's checkpoint."""
     trainer = config.get("trainer")
     settings = trainer.get("evaluation") if isinstance(trainer, Mapping) else None
     return settings if isinstance(settings, Mapping) else {}

@@ -1,4 +1,4 @@
-"""A save in one process: copies of its tensors, and the thread that writes them while training goes on."""
+"""A save in one process: copies of its tensors, and the thread that writes them while training continues."""
 
 import json
 import threading
@@ -23,13 +23,13 @@ _POLL_SECONDS = 0.01
 
 
 class Snapshot:
-    """Copies of this process's tensors as they are at one moment, one file `<kind>-<stage>.safetensors` per stage.
+    """Copies of this process's tensors at one moment, one file `<kind>-<stage>.safetensors` per stage.
 
-    `take` in the thread that trains, then `copy` and `write` in another one. The memory is kept and used again. A tied
+    Call `take` in the training thread, then `copy` and `write` in another one. The memory is kept and reused. A tied
     parameter is copied under each of its names.
 
     Args:
-        partitions: the numbers of layers of all stages; a stage without tensors here gets no file.
+        partitions: the number of layers of each stage; a stage without tensors here gets no file.
     """
 
     def __init__(self, partitions: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class Snapshot:
         """Take the tensors as they are now; until `copy` has returned they must not change."""
         self._taken = self._split(kinds)
         for device in {tensor.device for part in self._taken.values() for tensor in part.values() if tensor.is_cuda}:
-            # Beside the stream that computes, which goes on meanwhile; but after what it has been given so far.
+            # On a separate stream, so that computation continues; but after the work that was queued before.
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -77,7 +77,7 @@ class Snapshot:
         return {"files": files, "tensors": tensors}
 
     def _split(self, kinds: Kinds) -> Mapping[str, dict[str, Tensor]]:
-        """Return the tensors of each file."""
+        """Group the tensors by file."""
         parts: dict[str, dict[str, Tensor]] = {}
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
@@ -93,9 +93,9 @@ class Writer:
     Args:
         snapshot: taken, and not copied yet; another may be taken when this one is written.
         partial: the folder to write into, which exists.
-        process: the number of this one.
-        pipeline: this process's, for messages, and for the time after which a disk that does not answer is an error.
-        publish: what the leading process does with the parts of all processes, as JSON; None on the others.
+        process: the number of this process.
+        pipeline: this process's, for messages, and for the time-out of a disk that does not answer.
+        publish: called on the leading process with the parts of all processes, as JSON; None on the others.
         processes: the numbers of all processes that write.
     """
 
@@ -122,7 +122,7 @@ class Writer:
         is_done, error = not self._thread.is_alive(), self._error
         silent = time.monotonic() - self._last_sign
         if not is_done and silent > self._pipeline.timeout_seconds:
-            error = to_json(OSError(f"the disk does not answer for {silent:.0f} s"), self._place)
+            error = to_json(OSError(f"the disk has not answered for {silent:.0f} s"), self._place)
         return {"is_done": is_done, "error": error}
 
     def wait_until_copied(self) -> None:
@@ -134,16 +134,16 @@ class Writer:
         seconds = self._pipeline.timeout_seconds
         if not self._copied.wait(seconds):
             raise CheckpointError(
-                f"{self._place}, {self._doing}: the GPU has not copied the tensors to the host for {seconds:g} s; see "
-                "what happens there, or raise timeout_seconds."
+                f"{self._place}, {self._doing}: the GPU has not copied the tensors to the host within {seconds:g} s; "
+                "find out what delays it, or raise timeout_seconds."
             )
 
     def wait(self, seconds: float) -> None:
-        """Wait until this process is done, for at most so long."""
+        """Wait until this process is done, for at most `seconds`."""
         self._thread.join(seconds)
 
     def give_up(self, seconds: float) -> None:
-        """Stop as soon as possible, and wait for that, for at most so long."""
+        """Stop as soon as possible, and wait for that, for at most `seconds`."""
         self._given_up.set()
         self._thread.join(seconds)
 
@@ -151,7 +151,7 @@ class Writer:
         try:
             with self._pipeline.job.activity.doing_beside(self._doing):
                 self._write()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
+        except BaseException as error:  # noqa: BLE001 - the main thread raises any error
             self._error = to_json(error, self._place)
 
     def _write(self) -> None:
@@ -174,15 +174,15 @@ class Writer:
         """Wait a moment.
 
         Raises:
-            InterruptedError: the checkpoint is not needed any more.
+            InterruptedError: the checkpoint is no longer needed.
         """
         self._last_sign = time.monotonic()
         if self._given_up.wait(_POLL_SECONDS):
-            raise InterruptedError(f"{self._partial} is not needed any more")
+            raise InterruptedError(f"{self._partial} is no longer needed")
 
 
 def write_part(partial: Path, process: int, part: Mapping[str, Any]) -> None:
-    """Write what a process has written, as its part of the manifest."""
+    """Write a process's part of the manifest: what it has written."""
     write_flushed(_name_part(partial, process), json.dumps(part))
 
 

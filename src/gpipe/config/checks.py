@@ -10,7 +10,7 @@ _LARGEST_NUMBER = 10**9
 _LARGEST_OF_64_BITS = 2**63 - 1
 _OF_64_BITS = re.compile(r"(.*\.)?(seed|\w+_bytes)")
 MOST_PROCESSES = 4096
-"""More processes or threads than anybody has are a slip of the hand, and would bring the machine down."""
+"""More processes or threads than this must be a typo, and would bring the machine down."""
 
 
 class ConfigError(ValueError):
@@ -18,13 +18,13 @@ class ConfigError(ValueError):
 
 
 def why(error: Exception) -> str:
-    """Return what OmegaConf says of an error, without how it came upon it."""
+    """Return the first line of OmegaConf's message, without the words on where the error was raised."""
     first, _, _ = str(error).partition("\n")
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
 
 
 def add_remedy(message: str) -> str:
-    """Return a message as a sentence with a remedy, which one with a full stop has."""
+    """Return a message as a sentence with a remedy; a message that ends in a full stop has one."""
     return message if message.endswith(".") else f"{message}: correct it."
 
 
@@ -35,7 +35,7 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
 
 
 def in_one_line(value: object) -> str:
-    """Return a value as a sentence has it: a text of several lines with its ends of lines written out."""
+    """Return a value as one line of text; of a text of several lines, line breaks are escaped."""
     return str(value) if str(value).splitlines() == [str(value)] else repr(value)
 
 
@@ -65,7 +65,7 @@ def optional_at_least(name: str, value: float | None, least: float) -> None:
 
 
 def fixed(name: str, value: str, expected: str, group: str) -> None:
-    """Refuse a name other than that of the chosen file in conf/."""
+    """Refuse any name but that of the chosen file in conf/."""
     if value != expected:
         raise ConfigError(
             f"{name} is {in_one_line(value)}, but the settings beside it are those of {expected}: choose with "
@@ -74,7 +74,7 @@ def fixed(name: str, value: str, expected: str, group: str) -> None:
 
 
 def countable(settings: object) -> None:
-    """Refuse infinities, NaN and huge numbers in a dataclass of settings and in its parts: JSON cannot save them."""
+    """Refuse infinities, NaN and huge numbers anywhere in a dataclass of settings: JSON cannot save them."""
     for name, value, kind in _settings_of(settings):
         alternative = ", or null" if type(None) in get_args(kind) else ""
         for number in value if isinstance(value, list) else [value]:

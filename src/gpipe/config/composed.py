@@ -20,11 +20,11 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def name_sources(composed: HydraConf, config_name: str = "train") -> list[str]:
-    """Return the options with which a command line finds the same settings again, such as --config-dir.
+    """Return the options with which another command finds the same files of settings, such as --config-dir.
 
     Args:
         composed: Hydra's own settings of this run.
-        config_name: the usual one.
+        config_name: the program's own, which needs no option.
     """
     words = []
     for source in composed.runtime.config_sources:
@@ -49,7 +49,7 @@ def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:
 @cache
 def _compose_plain(overrides: tuple[str, ...]) -> dict[str, Any]:
     register_schemas()
-    around = GlobalHydra.instance().hydra  # of a sweep that renders pages when it ends
+    around = GlobalHydra.instance().hydra  # that of a sweep, which renders pages when it ends
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -58,22 +58,22 @@ class ImagesConfig(DataConfig):
         crop_scale: the smallest and the largest share of the area in the training crop; null resizes the whole image.
         crop_aspect: the smallest and the largest ratio of the crop's width to its height.
         cutout: the side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
-        mixup, cutmix: training images are mixed in pairs, by weights that are more even for a larger value; 0 or null
-            is off. With both, each mini-batch takes one of them.
+        mixup, cutmix: training images are mixed in pairs; the larger the value, the more even the weights; 0 or null is
+            off. With both, each mini-batch uses one of them.
         random_erasing: the probability that noise replaces a rectangle of a training image; 0 or null is off.
         center_crop: the evaluation crop's share of the side; null is the model's own.
         keep_aspect: whether that crop is a square, and not the same share of the height and of the width; null is the
             model's own.
         interpolation: how images are resized; null is the model's own.
-        mean, std: of each channel of pixels in [0, 1], which the model expects to become 0 and 1; null is the model's
-            own.
+        mean, std: the mean and standard deviation of each channel of pixels in [0, 1]; images are normalised by them;
+            null is the model's own.
         num_workers: processes that decode images; 0 decodes in the training process.
         prefetch_factor: mini-batches that each worker prepares ahead.
         max_broken_images: the number of broken files allowed per split; another image of the class replaces each.
         max_images: the most images to train on, as many of each class as possible, drawn by the run's seed; null is
             all.
-        validation_images: the number of training images that are kept for choosing settings, drawn likewise and
-            evaluated before the test images; null keeps none.
+        validation_images: the number of training images held out for choosing settings, drawn in the same way and
+            evaluated before the test images; null holds out none.
     """
 
     num_classes: int | None = MISSING
@@ -137,11 +137,11 @@ class ImagesConfig(DataConfig):
 
 @dataclass
 class OwnImagesConfig(ImagesConfig):
-    """Images of the user's own.
+    """The user's own images.
 
     Attributes:
-        validation_share: the share of the images of each class that is kept for evaluation, where no set of its own is
-            there for that; null expects one.
+        validation_share: the share of each class's images that is held out if there is no separate evaluation set; null
+            requires such a set.
     """
 
     validation_share: float | None = MISSING
@@ -155,10 +155,10 @@ class OwnImagesConfig(ImagesConfig):
 
 @dataclass
 class ImageTableConfig(OwnImagesConfig):
-    """Images of the user's own that a table lists.
+    """The user's own images, listed in a table.
 
     Attributes:
-        several_labels: whether an image may have several labels, or none; null asks the table.
+        several_labels: whether an image may have several labels, or none; null takes this from the table.
     """
 
     several_labels: bool | None = MISSING
@@ -190,7 +190,7 @@ class TokensConfig(DataConfig):
 
 @dataclass
 class RandomTokensConfig(TokensConfig):
-    """Noise.
+    """Sequences of random tokens.
 
     Attributes:
         num_train: the number of training sequences.
@@ -209,13 +209,13 @@ class RandomTokensConfig(TokensConfig):
 
 @dataclass
 class TextFolderConfig(TokensConfig):
-    """Plain text of the user's own.
+    """The user's own plain text.
 
     Attributes:
         vocabulary_size: null is the tokenizer's.
         tokenizer: the path of a SentencePiece model; null is the one that comes with the package.
-        validation_share: the share of the end of each file that is kept for evaluation, where no texts of their own are
-            there for that; null expects some.
+        validation_share: the share at the end of each file that is held out if there are no separate evaluation texts;
+            null requires such texts.
     """
 
     tokenizer: str | None = MISSING

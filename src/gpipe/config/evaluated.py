@@ -1,4 +1,4 @@
-"""The settings of an evaluation: those of the training, and what the command line says of the data."""
+"""The settings of an evaluation: those of the training, with the data that the command line chooses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _AS_TRAINED = (
     "image_size", "channels", "center_crop", "keep_aspect", "interpolation", "mean", "std",
     "tokenizer", "vocabulary_size", "max_tokens",
 )  # fmt: skip
-"""What the model expects of its examples, whichever data set they are of."""
+"""What the model expects of its examples, whatever the data set."""
 _SAYABLE = ("data", "pipeline", "launch", "trainer.evaluation")
 _OTHERS = ("evaluate", "hydra", "tracking")
 
@@ -24,8 +24,9 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
 
     Args:
         composed: what Hydra composed. `launch` is taken from here: an evaluation needs fewer processes than a training.
-        saved: the settings of the run that trained the model, as its checkpoint has them.
-        overrides: the words of the command line; of data, pipeline and trainer.evaluation only what they say counts.
+        saved: the settings of the run that trained the model, from its checkpoint.
+        overrides: the words of the command line. Only what they set replaces saved settings of data, pipeline and
+            trainer.evaluation.
 
     Raises:
         ConfigError: the command line changes the model or how it was trained; the data has other classes, or images
@@ -39,16 +40,16 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             if key.partition(".")[0] in _OTHERS:
                 continue
             raise ConfigError(
-                f"{word} is said beside evaluate, expected only settings of {', '.join(_SAYABLE)}: leave it out, the "
-                "model and its training are the checkpoint's."
+                f"{word} is given with evaluate, expected only settings of {', '.join(_SAYABLE)}: leave it out; the "
+                "model and its training come from the checkpoint."
             )
         if key == "data":
             given = {name: plain["data"][name] for name in _AS_TRAINED if name in plain["data"]}
             chosen = _plain(composed, "data")
             plain["data"] = {name: given.get(name, value) for name, value in chosen.items()}
-            if chosen.get("num_classes", 0) is None:  # whether it has as many is counted with the data
+            if chosen.get("num_classes", 0) is None:  # compared once the data is open
                 plain["data"]["num_classes"] = saved["data"].get("num_classes")
-            if chosen.get("several_labels", 0) is None:  # so is whether its images have
+            if chosen.get("several_labels", 0) is None:  # likewise
                 plain["data"]["several_labels"] = _has_several_labels(saved["data"])
         elif key == section:
             plain[section] = _plain(composed, section)
@@ -58,14 +59,14 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
     found, trained = (data.get("num_classes") for data in (plain["data"], saved["data"]))
     if found != trained:
         raise ConfigError(
-            f"data.name is {run.data.name}, which has {found} classes, but the model tells {trained} apart: choose a "
-            "data set with its classes."
+            f"data.name is {run.data.name}, which has {found} classes, but the model has {trained}: choose a data set "
+            "with the model's classes."
         )
-    has_several, gives_several = (_has_several_labels(data) for data in (plain["data"], saved["data"]))
-    if has_several != gives_several:
+    has_several, predicts_several = (_has_several_labels(data) for data in (plain["data"], saved["data"]))
+    if has_several != predicts_several:
         raise ConfigError(
-            f"data.name is {run.data.name}, whose images have {describe_kind(has_several)}, but the model gives "
-            f"{describe_kind(gives_several)}: choose a data set of its kind."
+            f"data.name is {run.data.name}, whose images have {describe_kind(has_several)}, but the model predicts "
+            f"{describe_kind(predicts_several)}: choose a data set of that kind."
         )
     return run
 

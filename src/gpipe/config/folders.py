@@ -27,19 +27,19 @@ def sweep_id() -> str:
 
 
 def command_words() -> str:
-    """Return the words of the command line; a job that a launcher starts elsewhere has those of its sweep."""
+    """Return the words of the command line; a job that a launcher starts elsewhere gets those of its sweep."""
     return "\0".join(sys.argv[1:])
 
 
 def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
     """Return the folder name of a sweep's job, such as 03_seed1_c6408c82, which can be typed and passed to Hydra.
 
-    It has the job's number, the settings in which it differs from the others, and a digest of its overrides. The digest
-    finds a folder of an earlier time, when the job may have had another number.
+    It consists of the job's number, the settings in which it differs from the others, and a digest of its overrides. By
+    the digest, a job finds its earlier folder, even if its number was different then.
 
     Args:
-        overrides: the job's, key=value joined by commas, without the keys that Hydra leaves out: they change no
-            result, and count only if the sweep varies them.
+        overrides: the job's, as key=value joined by commas, without Hydra's exclude_keys. Those change no result, and
+            count only if the sweep varies them.
         command: what `command_words` returned.
         _root_: the job's settings, and Hydra's.
     """
@@ -47,7 +47,7 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
     params = OmegaConf.to_container(hydra.sweeper.get("params") or OmegaConf.create())
     assert isinstance(params, dict)
     said = (*command.split("\0"), *("=".join(map(str, pair)) for pair in params.items()))
-    shared = {word.lower() for word in said}  # by all jobs; in theirs Hydra writes True for true
+    shared = {word.lower() for word in said}  # by all jobs; lower case, because Hydra writes True for true in theirs
     own = [word for word in hydra.overrides.task if word.lower() not in shared]
     left_out = OmegaConf.select(hydra, "job.config.override_dirname.exclude_keys") or ()
     varied = [word for word in own if word.partition("=")[0] in left_out]
@@ -60,7 +60,7 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
 
 
 def _label(override: str) -> str:
-    """Return a few letters on a setting: its value, after the last word of its key if the value is a number."""
+    """Return a short label of a setting: its value, after the last word of its key if the value is a number."""
     key, _, value = override.partition("=")
     short = key.rpartition(".")[2].lstrip("+") if re.fullmatch(r"(?i)[\d.e+-]+|true|false|null", value) else ""
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{short}{value}").strip("-.")

@@ -1,9 +1,8 @@
-"""What no configuration may do: name a file or code to run, or read or repeat a secret.
+"""Keep configurations from naming files or code to run, and from reading or repeating secrets.
 
-Hydra makes folders and log files, makes objects of `_target_`s and of the logging's settings, sets environment
-variables, and writes what was composed into files, all before train.py gets a word in. So what it composes is checked
-where it composes: of Hydra's own settings only those pass that are known to be harmless, unless the command line has
-them, which is the user's own.
+Before train.py runs, Hydra creates folders and log files, instantiates `_target_`s and logging handlers, sets
+environment variables, and writes the composed settings to files. So the settings are checked while Hydra composes them.
+Of its own, only those that are known to be harmless pass. What the user sets on the command line is trusted.
 """
 
 import os
@@ -30,17 +29,17 @@ from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
-_TEXT = r"(?s:.*)"  # where it is only shown, is a value of a setting that is checked elsewhere, or Hydra overwrites it
+_TEXT = r"(?s:.*)"  # of what is only shown, checked elsewhere, or overwritten by Hydra
 _WORD = r"[\w.,:=+@*&|()\[\]-]*"
 _NAME = r"(?!\.)[\w.,=+-]+"
 _EXPERIMENT = r"[A-Za-z0-9][\w.-]{0,99}"
-_FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*(/\.)?"  # ending as that of torchrun's later processes
+_FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*(/\.)?"  # torchrun's later processes have /.
 _EXPECTED = {
     _WORD: "a word without blanks or slashes",
     _NAME: "letters, digits and _ . , = + -",
     _FOLDER: "a folder in runs/",
 }
-# The places of Hydra's settings, and what may be there besides null: what is not here is not for a file to say.
+# Where a file may set Hydra's own settings, and to what besides null. It may set no others.
 _HARMLESS = {
     r"(hydra_)?help\..*|job\.(override_dirname|config_name)|runtime\.(?!output_dir).*": _TEXT,
     r"mode|verbose(\.\d+)?|job\.(id|num)|job\.config\.override_dirname\.exclude_keys\.\d+": _WORD,
@@ -60,7 +59,7 @@ _HARMLESS = {
     r"|tasks_per_node|timeout_min)": _WORD,
     r"sweeper\.(direction(\.\d+)?|max_batch_size|max_failure_rate|n_jobs|n_trials|study_name)": _WORD,
     r"sweeper\.sampler\.([a-z]\w*(\.[\w.]+)?|_partial_)": _WORD,
-    # These become words of each job's command line, which may say what a file may not.
+    # These become words of each job's command line, which may set what a file may not.
     r"sweeper\.(params|search_space)\.\+{0,2}(?!hydra\b|output\b|data\.cache\b)\w[\w./]*": _TEXT,
 }
 _HARMLESS_CODE = {
@@ -73,12 +72,12 @@ _HARMLESS_CODE = {
     r"|hydra_plugins\.hydra_optuna_sweeper\.optuna_sweeper\.OptunaSweeper",
     r"sweeper\.sampler\._target_": r"optuna\.samplers\.(CmaEs|Grid|MOTPE|NSGAII|Random|TPE)Sampler",
 }
-# Settings of our own that are names of files and folders to write.
+# Our own settings that name files and folders to write.
 _FILES = {"output": "", "grid": "", "data.cache": "", "reproduction": _NAME}
-# What else runs code: variables such as LD_PRELOAD, lines of a shell, a function by its name.
+# What else runs code: variables such as LD_PRELOAD, shell commands, a function's name.
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 
-_NO_SETTINGS = r"(hydra|experiment|search|debug)\b"  # of a run: files and Hydra's own, which may be left out
+_NO_SETTINGS = r"(hydra|experiment|search|debug)\b"  # choices of files, and Hydra's own: these may be deleted
 
 _NOT_GIVEN = "<not given>"
 
@@ -89,14 +88,14 @@ _load_once = CachingConfigRepository.load_config
 
 
 def guard_composition() -> None:
-    """Let Hydra compose only what passes `refuse`, from here on in this process, and in those of a sweep's jobs.
+    """Make Hydra pass all that it composes to `refuse`, in this process and in those of a sweep's jobs.
 
-    `${oc.env:...}` reads no secret.
+    From then on, `${oc.env:...}` refuses to read secrets.
     """
-    ConfigLoaderImpl.load_configuration = _composed_and_checked  # type: ignore[method-assign]
-    ConfigLoaderImpl._compose_config_from_defaults_list = _merged_by_choice  # type: ignore[method-assign]
-    ConfigLoaderImpl._process_config_searchpath = _searched_and_checked  # type: ignore[method-assign, assignment]
-    CachingConfigRepository.load_config = _counted_and_loaded  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_configuration = _compose_and_check  # type: ignore[method-assign]
+    ConfigLoaderImpl._compose_config_from_defaults_list = _merge_by_choice  # type: ignore[method-assign]
+    ConfigLoaderImpl._process_config_searchpath = _search_and_check  # type: ignore[method-assign, assignment]
+    CachingConfigRepository.load_config = _count_and_load  # type: ignore[method-assign]
     OmegaConf.register_new_resolver("oc.env", _Environment(), replace=True)
 
 
@@ -118,10 +117,10 @@ class _Environment:
         return text
 
     def __reduce__(self) -> tuple[Callable[[], "_Environment"], tuple[()]]:
-        return _handed_on, ()
+        return _unpickle_environment, ()
 
 
-def _handed_on() -> _Environment:
+def _unpickle_environment() -> _Environment:
     guard_composition()
     return _Environment()
 
@@ -145,14 +144,14 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
         if has_secret:
             _refuse_secret(place, f"{key} {value}")
         if isinstance(value, str) and "${oc.env" in value:
-            _resolved(composed, place, value)
+            _resolve(composed, place, value)
         try:
-            expected = _expected(composed, place, key, value, overrides)
+            expected = _find_expected(composed, place, key, value, overrides)
         except ConfigCompositionException:
             if "${hydra." in str(value) and any(_is_said(place, override) for override in overrides):
-                continue  # it may follow from what only a job has, such as its number
-            for own, _, said in entries:  # a setting of the run that Hydra's own follow from is named instead
-                _resolved(composed, own, said)
+                continue  # it may depend on what only a job has, such as its number
+            for own, _, said in entries:  # if it depends on a wrong setting of the run, name that one
+                _resolve(composed, own, said)
             raise
         if expected is None:
             continue
@@ -160,29 +159,29 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
             continue
         if _names_code(key, value):
             raise ConfigCompositionException(
-                f"{place} is {value}, expected none: no configuration may name code to run; remove it, or say it on "
+                f"{place} is {value}, expected none: no configuration may name code to run; remove it, or set it on "
                 "the command line."
             )
         raise ConfigCompositionException(
             f"{place} is {value!r}, expected {expected}, because a configuration may name no file and no code: "
-            "correct it, or say it on the command line."
+            "correct it, or set it on the command line."
         )
 
 
 def _refuse_unsaid_code(place: str, value: Any, overrides: Sequence[str]) -> None:
-    """Refuse lines of a shell, variables and functions that the command line does not have."""
+    """Refuse shell commands, variables and functions that are not set on the command line."""
     inside = [entry for entry, _, _ in _entries(value, place)] or ([place] if value else [])
     if unsaid := [entry for entry in inside if not any(_is_said(entry, override) for override in overrides)]:
-        # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
+        # Only the names of variables: hydra.job.env_copy has filled in their values from the environment.
         shown = value if isinstance(value, str) else ", ".join(map(str, value or ()))
         raise ConfigCompositionException(
-            f"{place} is {shown}, expected nothing: no configuration may name code to run; remove {unsaid[0]}, and say "
+            f"{place} is {shown}, expected nothing: no configuration may name code to run; remove {unsaid[0]}, and set "
             "it on the command line or in the shell that starts the program."
         )
 
 
 def _is_chosen(composed: DictConfig, place: str, value: Any, overrides: Sequence[str]) -> bool:
-    """Say whether an installed plugin of Hydra, which the command line chooses, has this value itself."""
+    """Return whether a value is the default of a Hydra plugin that the command line chooses."""
     for group in ("launcher", "sweeper"):
         choice = (OmegaConf.select(composed, "hydra.runtime.choices") or {}).get(f"hydra/{group}")
         if place.startswith(f"hydra.{group}.") and f"hydra/{group}={choice}" in overrides:
@@ -193,7 +192,7 @@ def _is_chosen(composed: DictConfig, place: str, value: Any, overrides: Sequence
 
 
 def _refuse_name(name: Any) -> None:
-    """Refuse the name of an experiment that is no folder's, before what follows from it is refused."""
+    """Refuse an experiment's name that cannot name a folder, before settings that depend on it are refused."""
     if isinstance(name, str) and name != "???" and "${" not in name and not re.fullmatch(_EXPERIMENT, name):
         raise ConfigCompositionException(
             f"name is {name!r}, expected at most 100 letters, digits, and _ . - between them: it becomes a folder's "
@@ -201,8 +200,8 @@ def _refuse_name(name: Any) -> None:
         )
 
 
-def _expected(composed: DictConfig, place: str, key: str, value: Any, overrides: Sequence[str]) -> str | None:
-    """Return what is expected at a place, None where that is there."""
+def _find_expected(composed: DictConfig, place: str, key: str, value: Any, overrides: Sequence[str]) -> str | None:
+    """Return what is expected at a place; None if its value is allowed."""
     if value in (None, "", "???"):
         return None
     if place.startswith("hydra.overrides."):  # what a file puts there would pass for the command line's
@@ -211,13 +210,13 @@ def _expected(composed: DictConfig, place: str, key: str, value: Any, overrides:
         harmless = _harmless(place.removeprefix("hydra."), _HARMLESS_CODE if key in _NAMES_CODE else _HARMLESS)
     else:
         harmless = "" if _names_code(key, value) else _FILES.get(place, _TEXT)
-    if re.fullmatch(harmless, str(value)) or re.fullmatch(harmless, _resolved(composed, place, value)):
+    if re.fullmatch(harmless, str(value)) or re.fullmatch(harmless, _resolve(composed, place, value)):
         return None
     return _EXPECTED.get(harmless, "nothing")
 
 
 def _is_said(place: str, override: str) -> bool:
-    """Say whether a word of the command line has the value of a place, or of a list or dict that it is in."""
+    """Return whether an override sets a place, or a list or dict that contains it."""
     key, _, value = override.lstrip("+").partition("=")
     return place == key or (value.startswith(("[", "{")) and place.startswith(f"{key}."))
 
@@ -232,14 +231,14 @@ def _harmless(place: str, known: Mapping[str, str]) -> str:
 
 
 @wraps(_compose)
-def _composed_and_checked(
+def _compose_and_check(
     self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **settings: Any
 ) -> DictConfig:
-    for override in overrides:  # before Hydra can complain of one and repeat it
+    for override in overrides:  # before an error of Hydra repeats one
         _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
         _refuse_deletion(override)
         _refuse_no_file(override, self.repository)
-    self.words = overrides  # type: ignore[attr-defined]  # for _merged_by_choice
+    self.words = overrides  # type: ignore[attr-defined]  # for _merge_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
     if config_name is not None:  # else Hydra's own settings alone, for --hydra-help
         refuse(composed, overrides)
@@ -247,7 +246,7 @@ def _composed_and_checked(
 
 
 @wraps(_merge)
-def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+def _merge_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
     defaults.sort(key=lambda default: (default.config_path or "").startswith("debug/"))  # after the experiment
     drop_replaced_values(defaults, repo, getattr(self, "words", ()))
     try:
@@ -257,7 +256,7 @@ def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], rep
 
 
 @wraps(_search)
-def _searched_and_checked(
+def _search_and_check(
     self: ConfigLoaderImpl, config_name: str | None, overrides: list[Override], repo: CachingConfigRepository
 ) -> None:
     loaded = repo.load_config(config_name) if config_name is not None else None
@@ -265,14 +264,14 @@ def _searched_and_checked(
     if path and not any(override.get_key_element() == "hydra.searchpath" for override in overrides):
         raise ConfigCompositionException(  # here, because pkg://... runs a package's code
             f"hydra.searchpath is {path}, expected nothing, because a configuration may name no file and no code: "
-            "remove it, or say it on the command line."
+            "remove it, or set it on the command line."
         )
     _search(self, config_name, overrides, repo)
 
 
 @wraps(_load_once)
-def _counted_and_loaded(self: CachingConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file, unless it is hostile, or defaults lists name files without end: in a circle, or each several."""
+def _count_and_load(self: CachingConfigRepository, config_path: str) -> ConfigResult | None:
+    """Load a file; refuse hostile ones, and defaults lists that never end, in a circle or by naming several each."""
     self.num_named = getattr(self, "num_named", 0) + 1  # type: ignore[attr-defined]
     if self.num_named > MAX_FILES:  # type: ignore[attr-defined]
         raise ConfigCompositionException(
@@ -284,12 +283,12 @@ def _counted_and_loaded(self: CachingConfigRepository, config_path: str) -> Conf
             refuse_hostile_yaml(Path(source.path) / f"{config_path.removesuffix('.yaml').strip('/')}.yaml")
     try:
         return _load_once(self, config_path)
-    except ValueError as error:  # of Python's own, such as a number of thousands of digits
+    except ValueError as error:  # Python's own, such as for a number with thousands of digits
         raise ConfigCompositionException(f"{config_path} cannot be read: {why(error)}: correct it there.") from None
 
 
 def _at(node: Any, place: str) -> Any:
-    """Return what is at a place in nested dicts, None for nothing."""
+    """Return what is at a place in nested dicts; None if nothing is."""
     for key in place.split("."):
         node = node.get(key) if isinstance(node, dict) else None
     return node
@@ -304,8 +303,8 @@ def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _entries(value, inside)
 
 
-def _resolved(composed: DictConfig, place: str, value: Any) -> str:
-    """Return a value as text, with what its interpolations stand for."""
+def _resolve(composed: DictConfig, place: str, value: Any) -> str:
+    """Return a value as text, with its interpolations resolved."""
     if not isinstance(value, str) or "${" not in value:
         return str(value)
     try:
@@ -324,7 +323,7 @@ def _refuse_secret(place: str, text: str) -> None:
 
 
 def _refuse_deletion(override: str) -> None:
-    """Refuse to delete a setting: what reads it would fail on whatever comes first."""
+    """Refuse to delete a setting: whatever reads it first would fail."""
     key = override.removeprefix("~").partition("=")[0]
     if override.startswith("~") and not re.match(_NO_SETTINGS, key):
         raise ConfigCompositionException(
@@ -333,7 +332,7 @@ def _refuse_deletion(override: str) -> None:
 
 
 def _refuse_no_file(override: str, repo: IConfigRepository) -> None:
-    """Refuse a group's null or number, of which Hydra says only that it is no name."""
+    """Refuse null or a number as a group's choice; Hydra's own message would not say what to do."""
     key, _, value = override.lstrip("+").partition("=")
     if not key or (re.fullmatch(r"(?i)null|true|false|-?\d*\.?\d+", value) and repo.group_exists(key)):
         expected = "the name of a file of that group" if key else "<key>=<value>"

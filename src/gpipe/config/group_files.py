@@ -1,10 +1,10 @@
-"""The files of a group of settings: one that is chosen replaces what was said about the group before.
+"""Files of a group of settings: a chosen file replaces what was set in the group before.
 
     python train.py +experiment=amoebanet_imagenet_laptop pipeline=interleaved
 
-Hydra merges an experiment's values over the files of the groups, whoever chose these. Here the experiment's values of
-`pipeline:` would remain, and the choice on the command line would have no effect. The same holds for an experiment that
-inherits from another one and chooses a file of its own.
+Hydra merges an experiment's values over the groups' files, even over a file that the command line chooses. In this
+example, the experiment's `pipeline:` values would win, and `pipeline=interleaved` would have no effect. The same holds
+for an experiment that inherits from another one and chooses its own file.
 
 A file for `data`, `model` or `optimizer` has the settings of one kind only: of images or of text, for example. It
 inherits them from a file of that kind. Without that, Hydra would refuse correct settings as unknown.
@@ -33,7 +33,7 @@ _PARENTS: dict[Any, str] = {
 
 
 def explain_file(error: ConfigCompositionException) -> ConfigCompositionException:
-    """Return Hydra's error about a file as one sentence; it says what the file should inherit, where that helps."""
+    """Return Hydra's error about a file as one sentence, with what the file should inherit where that helps."""
     fault = error.__context__
     if not isinstance(fault, OmegaConfBaseException):
         return error

@@ -1,7 +1,7 @@
-"""Refuse interpolations that would fill the memory or never end, before anything else asks for their values.
+"""Refuse interpolations that would fill the memory or never end, before anything else resolves them.
 
-OmegaConf finds the value of an interpolation anew each time. So thirty lines that each name the one before twice stand
-for a billion.
+OmegaConf resolves an interpolation anew at each use. So thirty lines that each use the line before twice stand for a
+billion values.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from gpipe._compat.omegaconf import list_raw
 
 _MAX_COST = 200_000  # half a second; our own settings cost 2,000 at most
-_COST_OF_ONE = 100  # finding a value takes as long as a hundred characters of it
+_COST_OF_ONE = 100  # resolving a value costs as much as a hundred of its characters
 
 
 def refuse_endless_interpolations(node: Container, place: str = "") -> None:
     """Raise ConfigCompositionException for a value whose interpolations stand for too much; ignore other faults."""
     for key, child, value in list_raw(node):
         inside = f"{place}.{key}" if place else str(key)
-        if isinstance(value, str) and value.count("${") > 1:  # a chain of single ones is as long as the files
+        if isinstance(value, str) and value.count("${") > 1:  # a chain of single ones is no longer than the files
             with _limited(inside, value), suppress(OmegaConfBaseException):
                 node[key]
         elif isinstance(child, Container) and isinstance(value, dict | list):
@@ -32,7 +32,7 @@ def refuse_endless_interpolations(node: Container, place: str = "") -> None:
 
 @contextmanager
 def _limited(place: str, value: str) -> Iterator[None]:
-    """Let the body find the values of some interpolations, not of endless ones."""
+    """Limit the cost of the interpolations that the body resolves."""
     find = Container.resolve_parse_tree
     cost = 0
 

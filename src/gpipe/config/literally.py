@@ -5,25 +5,25 @@ from collections.abc import Collection, Sequence
 
 
 def take_literally(arguments: Sequence[str], keys: Collection[str], texts: Collection[str] = ()) -> list[str]:
-    """Quote, for Hydra, what a command line says of some keys, in which commas and brackets mean nothing.
+    """Quote the values of some keys on a command line, so that Hydra takes commas and brackets in them literally.
 
-    `text=Hello, world` is that sentence, whatever is in it; quotes that reach the program belong to it.
+    Quotes that reach the program are part of the value.
 
     Args:
         arguments: the words of the command line.
-        keys: whose values are quoted; the word null keeps its meaning.
-        texts: those among them where null is a word like any other.
+        keys: the keys whose values are quoted; null keeps its meaning.
+        texts: the keys for which null is a word like any other.
     """
-    return [_quoted(argument, keys, texts) for argument in arguments]
+    return [_quote(argument, keys, texts) for argument in arguments]
 
 
 def make_word(key: str, value: object) -> str:
-    """Return the word of a command line that gives a setting a text, quoted where Hydra would interpret it."""
+    """Return the word of a command line that sets a text, quoted if Hydra would interpret it."""
     word = f"{key}={value}"
-    return word if re.fullmatch(r"[\w./+:@%=-]+", word, re.ASCII) else _quoted(word, {key}, {key})
+    return word if re.fullmatch(r"[\w./+:@%=-]+", word, re.ASCII) else _quote(word, {key}, {key})
 
 
-def _quoted(argument: str, keys: Collection[str], texts: Collection[str]) -> str:
+def _quote(argument: str, keys: Collection[str], texts: Collection[str]) -> str:
     key, equals, value = argument.partition("=")
     if key not in keys or not equals or (key not in texts and value == "null"):
         return argument

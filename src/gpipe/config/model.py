@@ -73,7 +73,7 @@ class AmoebaNetConfig(ModelConfig):
 
 
 _TIMM_NAME = re.compile(r"[a-z0-9_]{1,100}(\.[a-z0-9_]{1,100})?")
-# Settings of the run say these, or they name files to read or code to run.
+# Other settings determine these, or they name files to read or code to run.
 _NOT_ARGUMENTS = (
     "cache_dir", "checkpoint_path", "exportable", "img_size", "in_chans", "model_name", "no_jit", "num_classes",
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "scriptable",
@@ -91,8 +91,8 @@ class TimmConfig(ModelConfig):
 
     Attributes:
         name: timm's, with or without the tag of pre-trained weights.
-        pretrained: whether timm fetches weights, which nothing else here does.
-        arguments: timm's further arguments of this model, such as {drop_path_rate: 0.1}.
+        pretrained: whether timm downloads weights; nothing else here does.
+        arguments: further arguments of timm's for this model, such as {drop_path_rate: 0.1}.
     """
 
     family: str = "timm"
@@ -131,7 +131,7 @@ def _check_arguments(arguments: dict[str, Any], refused: tuple[str, ...], others
     for name, value in arguments.items():
         place = f"model.arguments.{name}"
         if name in refused:
-            raise ConfigError(f"{place} is {value}, but {others} say what it is about: leave it out.")
+            raise ConfigError(f"{place} is {value}, but {others} determine it: leave it out.")
         require(_is_plain(value), place, value, "a number, a word, yes or no, null, or a list of those")
 
 
@@ -176,7 +176,7 @@ class TranslationModelConfig(ModelConfig):
         head_size: channels per head, independent of the width.
         dropout: of embeddings and of the output of each part of a layer.
         tied: which tables are one parameter.
-        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size.
+        scale_feedforward: initialise feed-forward weights at 1 / num_layers times their usual size.
         logit_limit: the largest magnitude of a logit in training; null is no limit.
         soft_limit: approach the limit by tanh instead of cutting off there.
     """

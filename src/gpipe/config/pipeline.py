@@ -1,4 +1,4 @@
-"""The settings of the pipeline and of the processes that it runs in."""
+"""The settings of the pipeline and of its processes."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, req
 
 
 class RematerializeChoice(Enum):
-    """Which micro-batches are recomputed in the backward pass; fit: those that a device has no memory to keep."""
+    """Which micro-batches are recomputed in the backward pass; fit: those that do not fit into a device's memory."""
 
     always = "always"
     except_last = "except_last"
@@ -17,7 +17,7 @@ class RematerializeChoice(Enum):
     fit = "fit"
 
 
-# The order of a step's tasks; no member of a class statement could be called 1f1b.
+# The order of a step's tasks; in a class statement, no member could be called 1f1b.
 PipelineSchedule = Enum(
     "PipelineSchedule",
     {
@@ -34,9 +34,9 @@ PipelineSchedule = Enum(
 class PartitionBy(Enum):
     """The cost of a layer that the partitions balance.
 
-    seconds: of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the same,
-    measured by the first process before training. memory: the cut with the lowest peak. measured_memory: the same, with
-    what operations take inside of themselves on this processor, measured likewise.
+    seconds: those of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the
+    same, measured by the first process before training. memory: the cut with the lowest peak. measured_memory: the
+    same, with the temporary memory of operations on this processor, also measured.
     """
 
     seconds = "seconds"
@@ -50,7 +50,7 @@ class PartitionBy(Enum):
 class Objective(Enum):
     """What the partitioning minimises.
 
-    step: the simulated step, where costs are seconds; other costs cannot be simulated, and are balanced as by max.
+    step: the simulated step, if costs are seconds; other costs cannot be simulated, and are balanced as for max.
     max: the most expensive partition. variance: the variance of the partitions' costs (the paper's rule).
     """
 
@@ -79,14 +79,14 @@ class PipelineConfig:
         rematerialize: which micro-batches are recomputed in the backward pass.
         partition_by: the cost of a layer that the partitions balance.
         objective: what the cut minimises.
-        memory_limit_bytes: the most bytes that a device may need at its planned peak, of parameters, gradients,
-            optimiser state, boundary inputs and activations, in training and in evaluations; null is no limit, and nine
-            tenths of its memory for fit.
+        memory_limit_bytes: the most bytes of a device's planned peak, in training and in evaluations: parameters,
+            gradients, optimiser state, boundary inputs and activations. null is no limit; for fit it is nine tenths of
+            the device's memory.
         partitions: the number of layers of each stage; null cuts by partition_by and objective, within the limit.
         timeout_seconds: how long a stage waits for a silent neighbour.
         synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.
-        check_recomputation: end with an error that names the layer where a recomputation gives other outputs than the
-            forward; where nothing is recomputed, it checks nothing.
+        check_recomputation: fail with the name of the layer if a recomputation gives other outputs than the forward
+            pass; it checks nothing if nothing is recomputed.
     """
 
     num_stages: int = MISSING
@@ -134,15 +134,15 @@ class LaunchConfig:
 
     Attributes:
         num_threads: threads per process; null divides the processor's cores among the processes.
-        pin_cores: start every process anew, also a single one, and on a CPU give each its own cores, one per thread, so
-            that speeds can be compared.
+        pin_cores: start a new process even for a single one, and on a CPU give each process its own cores, one per
+            thread, so that speeds can be compared.
         max_restarts: restarts allowed after a failure, each from the last checkpoint; with more than 0, a single
             process runs as a child.
-        shard_optimizer: each replica keeps the optimiser's state of some parameters, and updates these for all: with R
-            replicas an R-th of the memory. Checkpoints and results are the same. With one replica it changes nothing.
-        device_threads: start the work of each GPU by a thread of its own, where one process has several, in training;
-            null is false.
-        gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; null is enough.
+        shard_optimizer: each of R replicas keeps the optimiser's state of 1 / R of the parameters, and updates these
+            for all. Checkpoints and results are the same. With one replica it changes nothing.
+        device_threads: in training, if one process has several GPUs, launch the work of each from its own thread; null
+            is false.
+        gpus_per_node: the number of GPUs of a node of the cluster, for hydra/launcher=slurm; null assumes enough.
         debug: print the whole traceback of an error instead of one message.
     """
 

@@ -1,4 +1,4 @@
-"""What a run is planned for: a kind of accelerator, and what to look for."""
+"""The settings of plan.py: those of a run, an accelerator, and what to look for."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -21,11 +21,11 @@ class PlanConfig(RunConfig):
     """A run, and the accelerators that its stages would have.
 
     device: the name of an accelerator; auto is the one at hand, for which train.py plans.
-    memory_gib, link_gb_per_second: in place of the maker's figures; null keeps those.
-    efficiency: the share of the makers' peaks of arithmetic and memory that is reached.
+    memory_gib, link_gb_per_second: replace the maker's figures; null keeps them.
+    efficiency: the share of the maker's peak arithmetic and memory speeds that real work reaches.
     find: null plans the run as it is.
     calibrate: measure the layers on this machine first, and keep the seconds for later plans and runs.
-    num_devices: for pipeline=auto, of all replicas; null is as many as there are here.
+    num_devices: the devices of all replicas together, for pipeline=auto; null is the number on this machine.
     """
 
     device: str = MISSING

@@ -1,4 +1,4 @@
-"""What is to be classified, and how the answer is given."""
+"""The settings of predict.py: what to classify, and how to give the answers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from gpipe.config.checks import ConfigError, at_least, countable
 from gpipe.config.pipeline import Device
 
 LITERAL = ("checkpoint", "images", "output", "grid")
-"""Settings that are names of files."""
+"""Settings that are file names."""
 
 
 @dataclass
@@ -20,8 +20,8 @@ class PredictConfig:
         images: an image file, or a folder, whose images are taken in the order of their names, subfolders included.
         output: the CSV file for the answers; null prints them.
         grid: a PNG file that shows the first images with their most probable class; null draws none.
-        top: how many classes are given for each image.
-        batch_size: images that are classified at once.
+        top: the number of classes per image.
+        batch_size: images to classify at once.
         debug: print whole tracebacks.
     """
 

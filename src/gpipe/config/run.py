@@ -1,4 +1,4 @@
-"""A whole run, and how Hydra learns of its shape."""
+"""The settings of a whole run, and their registration with Hydra."""
 
 import math
 import re
@@ -65,12 +65,12 @@ class RunConfig:
 
     Attributes:
         name: the experiment's name, and the name of its folder in runs/.
-        seed: of weights, masks, the order of the data and augmentation.
-        init_from: a run's or checkpoint's folder, or an exported file; all weights but the softmax layer's are taken
-            from there (the moving averages, if it has any). A model of timm takes that layer's too where it has as many
-            classes there; models of text always do. For a folder of several runs, the newest finished one counts. null
-            draws the weights.
-        evaluate: a run's or checkpoint's folder, which is evaluated; nothing is trained. null trains.
+        seed: determines weights, masks, the order of the data and augmentation.
+        init_from: a run's or checkpoint's folder, or an exported file, from which all weights but the softmax layer's
+            are taken (the moving averages, if it has any). A timm model takes that layer's too if the number of classes
+            is the same; text models always do. Of a folder of several runs, the newest finished one counts. null draws
+            the weights.
+        evaluate: a run's or checkpoint's folder to evaluate instead of training; null trains.
         reproduction: the folder in reproductions/ to which a sweep adds its records; null adds them to none.
     """
 
@@ -175,7 +175,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
 @cache
 def _register_parts() -> None:
     store = ConfigStore.instance()
-    # Outside their groups, whose files alone --help lists.
+    # Outside their groups: --help lists the files of groups.
     store.store(name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(name="timm_schema", node=TimmConfig)
     store.store(name="transformers_schema", node=TransformersConfig)
@@ -209,13 +209,13 @@ def _register_parts() -> None:
 
 
 def quotient(total: int | None, part: int | None) -> int:
-    """Return how many whole parts a total has, or what it is itself for a part of 0.
+    """Return how many whole parts fit into a total; a part of 0 counts as 1.
 
     Raises:
         ConfigError: one of them is null.
     """
     if total is None or part is None:
-        raise ConfigError("a number that it follows from is null: set that number, or this setting.")
+        raise ConfigError("a number that it is computed from is null: set that number, or this setting.")
     return total // max(1, part)
 
 
@@ -248,7 +248,7 @@ def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
 
 
 def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node: int | None) -> int:
-    """Return how many GPUs a job asks for on its node: one per process, or as one process has stages for; 0 on CPUs.
+    """Return how many GPUs a job asks for on its node: one per process, or per device of a single process; 0 on CPUs.
 
     Raises:
         ConfigError: a node has fewer.
@@ -267,7 +267,7 @@ def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node
 
 
 def statistics_weight(num_examples: int, batch_size: int) -> float:
-    """Return the weight of a new mini-batch in batch norm's moving averages when a small data set is fine-tuned on.
+    """Return the weight of a new mini-batch in batch norm's moving averages, for fine-tuning on a small data set.
 
     One minus the momentum max(1 - 10 / s, 0.9) of Kornblith et al. (2019), with s whole mini-batches per epoch.
     """
@@ -291,7 +291,7 @@ def to_run(composed: DictConfig) -> RunConfig:
         run = OmegaConf.to_object(composed)
     except InterpolationKeyError as error:
         raise ConfigError(
-            f"{error.full_key} follows from a setting that is not there ({why(error)}): set {error.full_key}=... ."
+            f"{error.full_key} depends on a setting that does not exist ({why(error)}): set {error.full_key}=... ."
         ) from None
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} is not set, expected a value: set {error.full_key}=... .") from None
@@ -303,7 +303,7 @@ def to_run(composed: DictConfig) -> RunConfig:
 
 
 def _refuse_without_effect(run: RunConfig) -> None:
-    """Refuse settings that would do nothing; runs that were saved with them can still be read."""
+    """Refuse settings that would have no effect; runs that were saved with them can still be read."""
     evaluation, model = run.trainer.evaluation, run.model
     may_end = evaluation.patience is None or (evaluation.every_epochs, evaluation.every_steps) != (None, None)
     expected = "null where trainer.evaluation.every_epochs and every_steps are null"
@@ -314,7 +314,7 @@ def _refuse_without_effect(run: RunConfig) -> None:
 
 
 def register_schema(name: str, node: type[Any]) -> None:
-    """Tell Hydra the shape of a program's settings, and let it compose none that name files or code."""
+    """Register the schema of a program's settings with Hydra, which then composes none that name files or code."""
     guard_composition()
     ConfigStore.instance().store(name=name, node=node)
 
@@ -354,7 +354,7 @@ def refuse_added_keys(node: DictConfig, path: str) -> None:
 def to_plain(run: RunConfig) -> dict[str, Any]:
     """Return a run's settings as JSON-able dicts, lists, numbers and strings.
 
-    OmegaConf would do so too, in a hundred times the time: it checks once more what the run was made from.
+    OmegaConf could do this too, but takes a hundred times as long, because it checks everything again.
     """
     return asdict(run, dict_factory=_name_members)
 
@@ -369,7 +369,7 @@ def to_yaml(run: RunConfig) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the settings that `to_yaml` wrote to a file, as JSON; without any where the file is none of that kind."""
+    """Return the settings that `to_yaml` wrote, as JSON-able values; {} if the file holds no settings."""
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError):

@@ -1,4 +1,4 @@
-"""The settings of a run that is over, read back from what it left behind."""
+"""The settings of an earlier run, read back from what it saved."""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from gpipe.config.run import RunConfig
 
 
 def from_plain(plain: Mapping[str, Any]) -> RunConfig:
-    """Turn what `to_plain` made of a run's settings into the settings again; other keys beside them are left alone.
+    """Turn the output of `to_plain` back into a run's settings; other keys are ignored.
 
-    A setting that is newer than the run is null, where it may be.
+    A setting that is newer than the run is null if null is allowed.
 
     Raises:
-        ConfigError: they are not those of a run that this program knows.
+        ConfigError: these are not the settings of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
     try:
@@ -30,7 +30,7 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
             )
         known = {**dict.fromkeys(_nullable(RunConfig)), **plain}
         parts = {field.name: _part(hints[field.name], known[field.name]) for field in fields(RunConfig)}
-        run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # which takes care of the types, of all
+        run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # checks all types
         assert isinstance(run, RunConfig)
         return run
     except ConfigError:
@@ -51,12 +51,12 @@ def _part(base: Any, value: Any) -> Any:
     kinds = [kind for kind in _family(base) if _names(kind) - _nullable(kind) <= set(value) <= _names(kind)]
     if not kinds:
         raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
-    kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind that adds settings is meant where one is there
+    kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind with more settings is meant only if it has them
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _complete(kind, value)))
 
 
 def _complete(kind: type, value: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return a section with what it lacks as null, where that may be, and so the sections in it."""
+    """Return a section, and those in it, with null for each missing setting that may be null."""
     hints = get_type_hints(kind)
     parts = {
         name: _complete(hints[name], part) if is_dataclass(hints.get(name)) and isinstance(part, Mapping) else part

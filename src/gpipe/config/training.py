@@ -20,7 +20,7 @@ class Decay(Enum):
 class Autocast(Enum):
     """The precision of products and convolutions; weights are float32 in any case.
 
-    auto is bfloat16 on a device with units for it, none on others.
+    auto is bfloat16 on a device with hardware for it, and none on others.
     """
 
     auto = "auto"
@@ -38,7 +38,7 @@ class MatmulPrecision(Enum):
 
 
 class TrackingMode(Enum):
-    """Where the run is shown: offline and online are Weights & Biases; metrics.jsonl is written in any case."""
+    """Where the run is shown: offline and online are modes of Weights & Biases; metrics.jsonl is always written."""
 
     offline = "offline"
     online = "online"
@@ -51,9 +51,9 @@ class OptimizerConfig:
     """What all optimisers share.
 
     Attributes:
-        learning_rate: at its peak.
+        learning_rate: the peak.
         times_batch_size: multiply the peak learning rate by trainer.batch_size.
-        weight_decay: of kernels only.
+        weight_decay: the decay of kernels only.
         clip_norm: the largest norm of the gradients of all stages together; null does not clip.
     """
 
@@ -122,7 +122,7 @@ class AdafactorConfig(OptimizerConfig):
 
     Attributes:
         decay: the exponent of the second moments' decay.
-        epsilon: the least root mean square by which a parameter's step is scaled.
+        epsilon: the smallest root mean square by which a parameter's step is scaled.
         clip_threshold: the largest root mean square of an update.
     """
 
@@ -171,11 +171,11 @@ class ScheduleConfig:
 
 @dataclass
 class EmaConfig:
-    """The moving average of weights and statistics, which is what is evaluated.
+    """The moving average of weights and statistics, which is evaluated in their place.
 
     Attributes:
-        decay: of the average; null evaluates the weights themselves.
-        warm_up: average over fewer steps at first, for runs of few steps.
+        decay: the average's decay; null evaluates the weights themselves.
+        warm_up: average over fewer steps at first, for short runs.
     """
 
     decay: float | None = MISSING
@@ -195,7 +195,7 @@ class TrackingConfig:
 
 
 class Resume(Enum):
-    """Whether the same command again goes on in the folder of the run that it left unfinished."""
+    """Whether repeating a command resumes the run that it left unfinished."""
 
     auto = "auto"
     never = "never"
@@ -213,17 +213,17 @@ class EvaluationConfig:
     """When and how the model is evaluated.
 
     Attributes:
-        batch_size: examples per mini-batch; for translation, tokens: the number of sentences times the longest source
-            or target among them.
+        batch_size: examples per mini-batch; for translation, tokens: the number of sentences times the length of the
+            longest source or target among them.
         every_epochs: evaluate every n epochs. null for this and `every_steps` never evaluates; otherwise the end of
             training is evaluated too.
         every_steps: evaluate every n steps; null leaves it to `every_epochs`.
         max_batches: evaluate on at most n mini-batches of each set, spread evenly; null evaluates on all.
-        statistics_batches: before an evaluation, take the statistics of batch norms anew from n training mini-batches;
-            null evaluates with their moving averages.
+        statistics_batches: before an evaluation, compute the statistics of batch norms anew from n training
+            mini-batches; null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
-        raw: where weights are averaged, evaluate the weights themselves too, as "raw_<figure>"; false halves the time.
-            null, of runs from before this setting, is true.
+        raw: if weights are averaged, evaluate the weights themselves too, as "raw_<figure>"; false halves the time.
+            null, in runs older than this setting, is true.
         autocast: the precision of the forward pass.
     """
 
@@ -249,8 +249,8 @@ class CheckpointsConfig:
     Attributes:
         every_steps: save every n steps, and whenever the evaluation loss improves; null saves only at the end of
             training.
-        keep: the number of newest checkpoints to keep, besides the one with the least evaluation loss; null saves none,
-            but still resumes from one that is there.
+        keep: the number of newest checkpoints to keep, besides the one with the lowest evaluation loss; null saves
+            none, but still resumes from an existing one.
     """
 
     every_steps: int | None = MISSING
@@ -283,31 +283,31 @@ class NonFiniteConfig:
 
 @dataclass
 class TrainerConfig:
-    """The length of training, its precision, and what it leaves behind.
+    """The length of training, its precision, and what it saves.
 
     Attributes:
         num_epochs: the number of passes over the training data.
         max_steps: end training early, after this many steps; null is no limit.
         batch_size: examples of a whole mini-batch, N, over all replicas; for translation, tokens.
         label_smoothing: the share of the target's probability that is spread over all classes.
-        num_untimed_steps: the first n steps of a session, which the reported speed leaves out.
+        num_untimed_steps: the number of first steps of a session that the reported speed leaves out.
         timeline_every_steps: record a timeline every n steps after the untimed ones, and at the last; null is never.
         overfit_batches: train on the first n mini-batches again and again, to see whether the model can learn them;
             null trains on all.
         profile_step: the step, from 0, that torch's profiler records on every process; null records none.
         autocast: the precision of the forward and backward pass in training; float16 scales the loss, so that gradients
             do not vanish, and skips the update of a step whose gradients overflow.
-        channels_last: store images and kernels with their channels last; null does on GPUs.
+        channels_last: store images and kernels with their channels last; null is true on GPUs.
         compile: compile each layer with torch.compile.
         cuda_graphs: on GPUs, run each layer as one CUDA graph in training; null is false.
-        deterministic: use only kernels that give the same bits each time, which are slower; null is false.
+        deterministic: use only kernels that give the same bits each time, and are slower; null is false.
         float32_matmul_precision: the precision of products and convolutions of float32; null is highest.
         max_hours: save and stop after this many hours, counted from the start of the process; null is no limit.
         evaluation: when and how the model is evaluated.
         checkpoints: when checkpoints are saved.
         non_finite: what happens after a loss that is not finite.
         resume: auto continues the newest unfinished run of the same settings.
-        resume_from: the checkpoint from which a run of its own starts; null starts from scratch.
+        resume_from: the checkpoint from which a new run starts; null starts from scratch.
         dry_run: print the plan and stop.
     """
 

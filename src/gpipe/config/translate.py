@@ -1,4 +1,4 @@
-"""What is to be translated, and how its translation is searched for."""
+"""The settings of translate.py: what to translate, and how to search for the translation."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from gpipe.config.checks import ConfigError, at_least, countable, require, withi
 from gpipe.config.pipeline import Device
 
 LITERAL = ("checkpoint", "text", "file", "output")
-"""Settings that are texts and names of files."""
+"""Settings that are texts and file names."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class TranslateConfig:
         max_length: the most tokens of a sentence, and of its translation.
         max_length_a: a translation of n tokens has at most max_length_a * n + max_length_b tokens.
         max_length_b: see max_length_a.
-        batch_size: tokens that are translated at once, padding included.
+        batch_size: tokens to translate at once, padding included.
         debug: print whole tracebacks.
     """
 
@@ -49,10 +49,8 @@ class TranslateConfig:
                 "checkpoint is null, expected the run that trained the model: set checkpoint=<a run's folder>."
             )
         if (self.text is None) == (self.file is None):
-            found = "neither is" if self.text is None else "both are"
-            raise ConfigError(
-                f"of text and file {found} set, expected one: set text=<a sentence> or file=<a text file>."
-            )
+            found = "neither text nor file is" if self.text is None else "both text and file are"
+            raise ConfigError(f"{found} set, expected one of them: set text=<a sentence> or file=<a text file>.")
         require(self.text is None or self.text.strip() != "", "text", repr(self.text), "a sentence")
         at_least("beam", self.beam, 1)
         within("length_penalty", self.length_penalty, 0, 10)  # a power, which a float must hold

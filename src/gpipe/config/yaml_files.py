@@ -1,7 +1,7 @@
-"""Refuse a YAML file of settings that is no file, or that would fill the memory or never end, before it is loaded.
+"""Refuse a YAML file of settings that is not a regular file, would fill the memory or never end, before it is loaded.
 
-A file of a `--config-dir` may be a stranger's. OmegaConf copies what an alias stands for. So a file of ten lines may
-stand for a billion values, and one whose alias lies in its own anchor for endless ones.
+A file in a `--config-dir` may be a stranger's. OmegaConf copies what an alias stands for. So a file of ten lines may
+stand for a billion values, and an alias inside its own anchor for infinitely many.
 """
 
 import stat
@@ -15,11 +15,11 @@ _MAX_BYTES = 2**20
 _MAX_VALUES = 10_000
 _MAX_DEPTH = 50
 MAX_FILES = 500
-"""How many files one composition may ask for, each as often as it is named."""
+"""How many files one composition may load; a file counts each time that it is named."""
 
 
 def refuse_hostile_yaml(path: Path) -> None:
-    """Raise ConfigCompositionException for what is not a small, finite file; other faults are left to the loader."""
+    """Raise ConfigCompositionException unless the file is small and finite; leave other faults to the loader."""
     try:
         status = path.stat()
     except OSError:
@@ -37,7 +37,7 @@ def refuse_hostile_yaml(path: Path) -> None:
 
 
 def _walk(path: Path, events: Iterable[yaml.Event]) -> None:
-    """Count the values that a file stands for, without making them."""
+    """Count the values that a file stands for, without creating them."""
     sizes: dict[str, int] = {}
     opened: list[tuple[str | None, int]] = []  # anchors of the collections around, and the count before each
     num_values = 0
@@ -47,7 +47,7 @@ def _walk(path: Path, events: Iterable[yaml.Event]) -> None:
             if any(anchor == around for around, _ in opened):
                 line = event.start_mark.line + 1
                 raise _refusal(
-                    path, f"has an alias to what is around it in line {line}, so it never ends: remove *{anchor}"
+                    path, f"has an alias to what contains it in line {line}, so it never ends: remove *{anchor}"
                 )
             num_values += sizes.get(str(anchor), 1)
         elif isinstance(event, yaml.CollectionStartEvent):

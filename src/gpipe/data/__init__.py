@@ -1,7 +1,7 @@
 """Images, tokens and parallel text: sets by name, and mini-batches that are a function of the seed."""
 
 from collections.abc import Sequence
-from importlib import import_module  # noqa: TID251 - of the names below
+from importlib import import_module  # noqa: TID251 - for the names below
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,8 @@ def check_data(
 
     Raises:
         DataMissing: it is missing.
-        ValueError: the name is unknown, the data are in no folder, images are of another number of classes, or a corpus
-            lacks a language.
+        ValueError: the name is unknown, a folder is given for data that have none, images have another number of
+            classes, or a corpus lacks a language.
     """
     if name in CORPORA:
         check_corpus(name, root, languages)
@@ -81,7 +81,7 @@ def check_data(
     else:
         raise ValueError(
             f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, *TOKENS))}: it says how the data "
-            "are read; set data.name=image_folder for images of your own, text_folder or parallel_text for text."
+            "are read; set data.name=image_folder for your own images, text_folder or parallel_text for your own text."
         )
 
 

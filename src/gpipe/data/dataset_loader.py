@@ -12,19 +12,19 @@ from gpipe.data.randomness import preserve_generators, seed_mini_batch, seed_sam
 
 
 class DatasetLoader(EpochLoader):
-    """Yield the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
+    """Yields the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
 
-    A resumed training sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch),
-    and torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index), and for `collate` by
+    A resumed run sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch).
+    torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index), and for `collate` by
     (seed, epoch, number of the mini-batch).
 
     Args:
         dataset: has a length, and items by index.
         batch_size: examples per replica and step.
-        seed: of the order and of what items draw.
+        seed: the seed of the order and of the items' random numbers.
         num_workers: processes that read items; 0 reads in this process. Only the speed depends on it.
-        collate: makes a mini-batch (inputs, targets) of a list of items; torch's by default.
-        options: those of EpochOptions; `shuffle` must be said.
+        collate: turns a list of items into a mini-batch (inputs, targets); torch's by default.
+        options: those of EpochOptions; `shuffle` is required.
 
     Raises:
         ValueError: a setting is wrong, or there are too few items for one mini-batch.
@@ -40,7 +40,7 @@ class DatasetLoader(EpochLoader):
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Unpack[EpochOptions],
     ) -> None:
-        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not say that it has a length
+        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
         super().__init__(num_examples, batch_size, seed, noun="example", **options)
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
 
@@ -55,7 +55,7 @@ class DatasetLoader(EpochLoader):
             sampler=list(zip(numbers, parts, strict=True)),
             collate_fn=_keep,
             num_workers=self._num_workers,
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # otherwise it draws from the global one
         )
         batches = iter(reader)
         for _ in parts:
@@ -92,8 +92,8 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
         kind = type(batch).__name__
         found = f"a {kind} of {len(batch)} entries" if isinstance(batch, tuple | list | dict) else f"of type {kind}"
         raise TypeError(
-            f"a mini-batch of the dataset is {found}, expected (inputs, targets): let its items be pairs (input, "
-            "target), or pass collate=, which makes such a pair of a list of items."
+            f"a mini-batch of the dataset is {found}, expected (inputs, targets): make its items pairs (input, "
+            "target), or pass collate=, which makes such a pair from a list of items."
         ) from None
     return inputs, targets
 

@@ -19,10 +19,10 @@ class EpochPosition:
         ValueError: the seed is negative, or replica_index is outside 0 .. num_replicas - 1.
 
     Attributes:
-        batch_numbers: of the mini-batches of the next iteration, ascending, to resume within an epoch or to share an
-            evaluation out; None, to which set_epoch resets it, is all.
-        wait_seconds: how long this iteration has waited for data so far.
-        num_replaced: how many broken examples this process has replaced in this iteration so far.
+        batch_numbers: the numbers of the next iteration's mini-batches, ascending, to resume within an epoch or to
+            divide an evaluation between replicas. None means all; set_epoch resets it to None.
+        wait_seconds: the seconds that this iteration has waited for data so far.
+        num_replaced: the number of broken examples that this process has replaced in this iteration so far.
     """
 
     batch_numbers: Sequence[int] | None
@@ -65,7 +65,7 @@ class EpochOptions(TypedDict, total=False):
     Attributes:
         shuffle: False keeps the set's order.
         replica_index: this process's replica; 0 by default.
-        num_replicas: how many replicas share each mini-batch; 1 by default.
+        num_replicas: the number of replicas that share each mini-batch; 1 by default.
         drop_last: leave out a last mini-batch that is smaller than the others; False by default.
     """
 
@@ -76,18 +76,18 @@ class EpochOptions(TypedDict, total=False):
 
 
 class EpochLoader(EpochPosition):
-    """What loaders of examples share: which examples are in which mini-batch.
+    """What all loaders of examples share: which examples are in which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
         replica 0 gets           | 7   5   | 3   1   |
         replica 1 gets           |   2   0 |   6   4 |
 
     Args:
-        num_examples: of the data set.
+        num_examples: the size of the data set.
         batch_size: examples per replica and step. Together, R replicas get the mini-batches that one replica would get
             with R times this batch_size.
-        seed: of the order, which is a function of (seed, epoch).
-        noun: what an error calls an example.
+        seed: the seed of the order, which is a function of (seed, epoch).
+        noun: what errors call an example.
         shuffle, replica_index, num_replicas, drop_last: as in EpochOptions.
 
     Raises:
@@ -126,13 +126,13 @@ def _count_batches(num_examples: int, batch_size: int, num_replicas: int, drop_l
     remainder = num_examples % mini_batch_size
     if num_examples == 0 or (drop_last and num_examples < mini_batch_size):
         raise ValueError(
-            f"{num_examples} {noun}s make no mini-batch of {mini_batch_size}: lower trainer.batch_size to at most "
-            f"{num_examples}, or add {noun}s"
+            f"{num_examples} {noun}s are too few for a mini-batch of {mini_batch_size}: lower trainer.batch_size to "
+            f"at most {num_examples}, or add {noun}s"
         )
     # A replica without an example would leave the others waiting.
     if 0 < remainder < num_replicas and not drop_last:
         raise ValueError(
             f"the last mini-batch has {remainder} {noun}(s) for {num_replicas} replicas: "
-            f"choose another batch_size than {batch_size}, or drop_last"
+            f"choose a batch_size other than {batch_size}, or drop_last"
         )
     return num_examples // mini_batch_size if drop_last else math.ceil(num_examples / mini_batch_size)

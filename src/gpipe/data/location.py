@@ -1,4 +1,4 @@
-"""Find data on the disk, or say what is missing and how to get it."""
+"""Find data on disk, or say what is missing and how to get it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def refuse_root(name: str, root: str | Path | None) -> None:
-    """Raise ValueError for the folder of a data set that reads none, instead of training on other data."""
+    """Raise ValueError if a folder is given for a data set that reads none, instead of training on other data."""
     if root is not None:
         raise ValueError(
             f"data.root is {root}, but data.name is {name}, which reads no folder: set data.root=null, or choose "
-            "what is in that folder with data=<name>."
+            "the data set in that folder with data=<name>."
         )
 
 
 def find_training_folder(root: Path) -> Path:
-    """Return root/train, or root where there is no such folder."""
+    """Return root/train or, if there is no such folder, root."""
     return root / "train" if (root / "train").is_dir() else root
 
 
 class DataMissing(FileNotFoundError):
-    """Data is missing: what was looked for, the expected tree, how to get it, and what works without it."""
+    """Data is missing; the message says what was looked for, how to get it, and what works without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class Location:
     )
 
     def find_root(self, name: str, root: str | Path | None) -> Path:
-        """Return the folder that holds the data, after a look at its upper folders.
+        """Return the folder that holds the data, after checking that all `required` patterns match.
 
-        All splits must exist: a run of days must not find out at its end that there is no test set.
+        All splits must exist: a run must not find out after days that there is no test set.
 
         Raises:
             DataMissing: something is missing.
-            ValueError: a root for data that needs none.
+            ValueError: a root is given for data that needs none.
         """
         if not self.required:
             refuse_root(name, root)

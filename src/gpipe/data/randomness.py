@@ -1,7 +1,7 @@
 """The data's randomness as a function of the seed.
 
 The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index), the mixing of a mini-batch on
-(seed, epoch, number). The number of workers and a resume change no sample, and the batch size none that is not mixed.
+(seed, epoch, number). The number of workers and resuming change no sample. Neither does the batch size, without mixing.
 """
 
 import random
@@ -17,13 +17,13 @@ _ORDER, _AUGMENTATION, _WALK, _MIXING = 1, 2, 3, 4
 
 
 def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
-    """Return the indices of all examples in the order in which this epoch shows them."""
+    """Return the indices of all examples in this epoch's order."""
     return make_epoch_generator(seed, epoch).permutation(num_examples)
 
 
 def make_epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
     """Return the generator of an epoch, or of one shard of it."""
-    # Shard 0 adds nothing to the key: an epoch of one shard keeps the order that it had before there were shards.
+    # Shard 0 adds nothing to the key, so that an epoch of one shard keeps the order from before there were shards.
     return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch, *[shard] * (shard > 0)]))
 
 
@@ -31,7 +31,7 @@ def make_walk_generator(seed: int, *key: int) -> np.random.Generator:
     """Return the generator of a walk through a language's pairs.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         key: (language, pass) or (language, pass, block) for an order; nothing for the starting points.
     """
     return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))

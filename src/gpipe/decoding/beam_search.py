@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
 
-_GRAIN = 8  # tokens: sentences share a batch if their lengths, rounded up to a multiple of this, are equal
+_GRAIN = 8  # tokens: sentences share a batch if their lengths round up to the same multiple of this
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Hypothesis:
     """A translation.
 
     Attributes:
-        tokens: without END.
-        score: the sum of the tokens' log-probabilities / (number of tokens) ** length_penalty, both with END.
+        tokens: the ids, without END.
+        score: the sum of the tokens' log-probabilities / (number of tokens) ** length_penalty, both including END.
     """
 
     tokens: list[int]
@@ -30,19 +30,19 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """Search for the likeliest translations of many sentences.
+    """Searches for the likeliest translations of many sentences.
 
-    Apart from rounding, the translation of a sentence does not depend on the others. The search never chooses BEGIN and
+    Apart from rounding, the translation of a sentence does not depend on the others. The search never chooses BEGIN or
     UNKNOWN, which have no text.
 
     Args:
-        layers: of a `translation_transformer`, on a real device; the search puts them into evaluation mode.
+        layers: a `translation_transformer`'s, on a real device; the search puts them into evaluation mode.
         num_beams: hypotheses per sentence, below the vocabulary's size; 1 is greedy.
         length_penalty: above 1 favours long translations, below 1 short ones.
         max_length_a, max_length_b: a sentence of n tokens has a translation of at most max_length_a x n' + max_length_b
             tokens without END, where n' is n rounded up to a multiple of 8.
         max_length: the most tokens of any translation.
-        batch_size: how many source tokens, padding included, to translate together.
+        batch_size: the number of source tokens, padding included, to translate together.
 
     Raises:
         ValueError: the layers are not a translation model, or num_beams is out of range.
@@ -81,7 +81,7 @@ class BeamSearch:
         return [hypotheses[0] for hypotheses in self.search(sentences)]
 
     def search(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        """Return the finished hypotheses of each sentence, the best first."""
+        """Return the finished hypotheses of each sentence, best first."""
         _check_ids(sentences, len(self._dictionary))
         found: dict[int, list[Hypothesis]] = {}
         for limit, batch in self._make_batches(sentences):
@@ -90,7 +90,7 @@ class BeamSearch:
         return [found[index] for index in range(len(sentences))]
 
     def _make_batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield batches of similar lengths, the longest first, each with the length limit of its translations."""
+        """Yield batches of similar lengths, longest first, each with the length limit of its translations."""
         grains: dict[int, list[int]] = {}
         for index, tokens in enumerate(sentences):
             grains.setdefault(math.ceil(len(tokens) / _GRAIN) * _GRAIN, []).append(index)
@@ -114,7 +114,7 @@ class BeamSearch:
         """Make fairseq's search for translations of at most `limit` tokens."""
         sequence_generator = import_fairseq("fairseq.sequence_generator")
         ensemble = sequence_generator.EnsembleModel([self._model])
-        ensemble.has_incremental = True  # fairseq would look for a decoder of its own class
+        ensemble.has_incremental = True  # fairseq sets this only for decoders of its own class
         return sequence_generator.SequenceGenerator(
             ensemble,
             self._dictionary,
@@ -139,7 +139,7 @@ def _find_vocabulary_size(layers: nn.Sequential) -> int:
 
 
 def _make_dictionary(vocabulary_size: int) -> Any:
-    """Make a fairseq dictionary of that size; the search uses only its special tokens, which equal ours."""
+    """Make a fairseq dictionary of this size; the search uses only its special tokens, which equal ours."""
     dictionary = import_fairseq("fairseq.data").Dictionary()
     for token in range(len(dictionary), vocabulary_size):
         dictionary.add_symbol(str(token))

@@ -1,11 +1,11 @@
-"""Decoder layers that process one position at a time, and cache the keys and values of earlier positions.
+"""Decoder layers that process one position at a time and cache the keys and values of earlier positions.
 
-The forward functions are the model's own: a copy that shares the weights replaces only the attentions' inputs. A row of
-states is a hypothesis. Every sentence of the memory has the same number of hypotheses, in consecutive rows.
+The forward functions are the model's own: in a copy that shares the weights, only the attentions' inputs are replaced.
+A row of states is a hypothesis. Every sentence of the memory has the same number of hypotheses, in consecutive rows.
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ from gpipe.models.translation_layers import DecoderLayer, Decoding
 
 @dataclass
 class LayerCache:
-    """The cache of a layer for a batch.
+    """One layer's cache for a batch.
 
     Attributes:
         past: keys and values of the positions so far, each [rows, heads, time, head size].
         memory: keys and values of the memory, joined, [sentences, memory time, 2 x channels].
     """
 
-    past: tuple[Tensor, Tensor] | None = field(default=None)
-    memory: Tensor | None = field(default=None)
+    past: tuple[Tensor, Tensor] | None = None
+    memory: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of a position; return those of all positions."""
@@ -35,7 +35,7 @@ class LayerCache:
         return self.past
 
     def reorder(self, rows: Tensor, sentences: Tensor) -> None:
-        """Keep these rows, in this order, and these sentences."""
+        """Keep only these rows, in this order, and these sentences."""
         if self.past is not None:
             keys, values = self.past
             self.past = keys.index_select(0, rows), values.index_select(0, rows)
@@ -44,7 +44,7 @@ class LayerCache:
 
 
 class CachedLayer(nn.Module):
-    """A decoder layer for the newest position: states [rows, 1, model_size] -> the same."""
+    """A decoder layer for the newest position: states [rows, 1, model_size] -> the same shape."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class CachedLayer(nn.Module):
 
 
 class _PastAttention(nn.Module):
-    """Attention of the newest position to itself and all before it."""
+    """Attention of the newest position to itself and all earlier ones."""
 
     cache: LayerCache
 
@@ -109,7 +109,7 @@ class _CachedProjection(nn.Module):
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module without its parts, so that replacing a part does not change the original."""
+    """Copy a module but not its submodules, so that replacing one does not change the original."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied

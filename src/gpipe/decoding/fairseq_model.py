@@ -44,7 +44,7 @@ class DecoderState:
 
 
 class FairseqModel(nn.Module):
-    """The layers of a `translation_transformer`, which it puts into evaluation mode."""
+    """Wraps the layers of a `translation_transformer` and puts them into evaluation mode."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
         return Memory(self.norm(states), padding)
 
     def reorder_encoder_out(self, memory: Memory, new_order: Tensor) -> Memory:
-        """Follow the hypotheses: the first call gives each sentence its rows, later ones drop finished sentences."""
+        """Follow the hypotheses: the first call gives each sentence its rows; later calls drop finished sentences."""
         if memory.num_rows is None:
             return replace(memory, num_rows=len(new_order) // len(memory.states))
         sentences = find_remaining(new_order, memory.num_rows)

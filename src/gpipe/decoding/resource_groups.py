@@ -9,7 +9,7 @@ GROUPS = ("all", "high", "low")
 def resource_groups(pairs: Mapping[str, int]) -> dict[str, list[str]]:
     """Return the languages of each group, those with the most training pairs first.
 
-    If their number is odd, "high" has one more. The name breaks ties.
+    If their number is odd, "high" has one more. Ties are broken by name.
     """
     ordered = sorted(pairs, key=lambda language: (-pairs[language], language))
     half = (len(ordered) + 1) // 2

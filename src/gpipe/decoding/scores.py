@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations, by sacreBLEU, which is comparable across papers, and by fairseq."""
+"""BLEU and chrF of translations, by sacreBLEU, whose scores are comparable across papers, and by fairseq."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Scores:
 
     Attributes:
         bleu, chrf: sacreBLEU's, with default settings (see `signatures`).
-        fairseq_sacrebleu: by fairseq's scorer "sacrebleu", which should be the same BLEU.
-        fairseq_bleu: by fairseq's scorer "bleu", a C library, on the same words. It does not smooth, so it is 0 if no
-            four consecutive words are right.
+        fairseq_sacrebleu: from fairseq's scorer "sacrebleu"; should equal `bleu`.
+        fairseq_bleu: from fairseq's scorer "bleu", a C library, on the same words. It does not smooth, so it is 0
+            unless four consecutive words match.
     """
 
     bleu: float
@@ -42,7 +42,7 @@ def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scor
     """
     if len(translations) != len(references) or not references:
         raise ValueError(
-            f"there are {len(translations)} translations of {len(references)} references: give one translation per "
+            f"there are {len(translations)} translations for {len(references)} references: give one translation per "
             "reference, and at least one."
         )
     return Scores(
@@ -63,7 +63,7 @@ def signatures() -> dict[str, str]:
 
 
 def average(scores: Iterable[Scores]) -> Scores:
-    """Average each score over languages with equal weights."""
+    """Average each score over languages, with equal weights."""
     rows = [one.as_dict() for one in scores]
     return Scores(**{name: fmean(row[name] for row in rows) for name in rows[0]})
 
@@ -85,7 +85,7 @@ def _score_with_sacrebleu(translations: Sequence[str], references: Sequence[str]
 
 
 def _score_with_library(translations: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of fairseq's C library, on sacreBLEU's words as numbers.
+    """Return the BLEU of fairseq's C library, which gets sacreBLEU's words as ids.
 
     An empty translation counts as one wrong word, because the library reads beyond the end of an empty sentence.
     """
@@ -94,10 +94,10 @@ def _score_with_library(translations: Sequence[str], references: Sequence[str]) 
     cut = BLEU().tokenizer
     scorer = scoring.Scorer(scoring.BleuConfig(pad=words.pad(), eos=words.eos(), unk=words.unk()))
 
-    def numbers(text: str) -> torch.Tensor:
+    def encode(text: str) -> torch.Tensor:
         found: torch.Tensor = words.encode_line(cut(text), add_if_not_exist=True).int()
         return found
 
     for reference, translation in zip(references, translations, strict=True):
-        scorer.add(numbers(reference), numbers(translation))
+        scorer.add(encode(reference), encode(translation))
     return float(scorer.score())

@@ -32,12 +32,12 @@ _IS_PRIVATE = sys.version_info >= (3, 11, 1)  # before, any user of a host could
 
 @dataclass(frozen=True)
 class End:
-    """How the first process that ended too early did so.
+    """How the first process that ended too early ended.
 
     Attributes:
         rank: the rank of the process.
         pid: its process id.
-        exitcode: its exit status; of a process that was killed, minus the signal's number.
+        exitcode: its exit status; for a killed process, minus the signal's number.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Agent(LocalElasticAgent):
     """Starts the processes, and restarts all of them, up to `max_restarts` times, when one ends too early.
 
     torch's own agent ends the other processes by SIGTERM as soon as one has failed, before they can report what that
-    one was doing. It waits 30 s for a stopped process, and for ever for one that has exited with status 0.
+    one was doing. It waits 30 s for a stopped process, and forever for one that has exited with status 0.
 
     Args:
         entrypoint: called as entrypoint(*args) in each process.
@@ -102,10 +102,10 @@ class Agent(LocalElasticAgent):
         """Start the processes and wait for them.
 
         Returns:
-            What the processes returned, by rank; or, where the last try failed, how its first process ended.
+            What the processes returned, by rank; or, if the last try failed, how its first process ended.
         """
         try:
-            # Torch is not to handle four signals: they have handlers already, and nohup ignores SIGHUP.
+            # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
             with environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
                 result = self.run()
         finally:
@@ -126,9 +126,9 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Poll the processes; when one has ended too early, wait for the others' reports and kill them.
+        """Poll the processes; if one has ended too early, wait for the others' reports and kill them.
 
-        A process that is done does not end by itself: torch's agent tells it to, when all are done.
+        A process that is done does not exit by itself: torch's agent tells it to when all are done.
         """
         ended = [rank for rank, child in enumerate(self._children) if not child.is_alive()]
         if not ended and self._first_end is None:
@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
 def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
     """Yield the name of multiprocessing's start method to use while the body runs.
 
-    New processes are copies of one that has loaded `modules`. Where that is impossible or unsafe (macOS, Python 3.11.0,
+    New processes are forked from one that has loaded `modules`. If that is impossible or unsafe (macOS, Python 3.11.0,
     a temporary folder whose path is too long for a socket), each process loads what it needs by itself.
 
     Args:
@@ -176,7 +176,7 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
     if sys.platform != "linux" or not _IS_PRIVATE or len(tempfile.gettempdir().encode()) > _MAX_BYTES:
         yield "spawn"
         return
-    kill_fork_server()  # the program may have started one, which has loaded something else in another environment
+    kill_fork_server()  # the program may have started one, with other modules and another environment
     multiprocessing.set_forkserver_preload(["gpipe.launch.paused_collection", *modules])
     try:
         yield "forkserver"

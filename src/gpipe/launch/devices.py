@@ -21,10 +21,10 @@ def check_devices(num_processes: int, device: str, num_threads: int | None, pin_
     torchrun's processes are not checked: whoever starts them decides.
 
     Args:
-        num_processes: how many processes this host is to run.
+        num_processes: the number of processes that this host will run.
         device: cpu, cuda or auto.
         num_threads: threads per process; None counts as one.
-        pin_cores: whether each process gets cores of its own.
+        pin_cores: whether each process gets its own cores.
     """
     if is_adopted():
         return
@@ -61,7 +61,7 @@ def pin(num_threads: int, local_rank: int) -> None:
         ValueError: the system cannot pin processes, or has too few cores.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("launch.pin_cores is true, but this system pins no process: set launch.pin_cores=false.")
+        raise ValueError("launch.pin_cores is true, but this system cannot pin processes: set launch.pin_cores=false.")
     cores = own_cores()
     own = cores[local_rank * num_threads : (local_rank + 1) * num_threads]
     if len(own) < num_threads:

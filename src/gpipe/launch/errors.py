@@ -16,11 +16,11 @@ from typing import Any
 from gpipe.environment_secrets import redact
 
 ERROR_FILE = "error.txt"
-_TELLER_SECONDS = 3.0  # until Weights & Biases has heard of the end
+_TELLER_SECONDS = 3.0  # long enough for Weights & Biases to be told of the end
 # A launcher's message contains the log of its job, between lines of dashes.
 _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
-# Hydra's.
+# Hydra's messages.
 _UNKNOWN = re.compile(r"Could not override '(?P<key>[^']+)'")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '\+*([^=]+)=(.*)'\n")
 _CHOSEN = re.compile(r"Multiple values for ([^.]+)\.")
@@ -28,6 +28,9 @@ _ABSENT = re.compile(
     r"(In '[^']+': )?Could not (find|load) '(?P<group>[^']+)/(?P<name>[^'/]*)'\.?\n"
     r"(\nAvailable options in '[^']+':\n(?P<there>[^:]*))?\n?Config search path"
 )
+_NO_MAIN_FILE = re.compile(r"Cannot find primary config '([^']*)'")
+_NO_MAIN_FOLDER = re.compile(r"Primary config directory not found\.\nCheck that the config directory '(.*)' exists")
+_NO_PARENT = re.compile(r"In '([^']*)': Could not load '([^'/]*)'")
 
 
 @contextmanager
@@ -46,7 +49,7 @@ def report_errors(folder: Path | None = None, debug: bool = False) -> Iterator[N
         print("error: interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:  # noqa: BLE001 - any error ends the run here
-        is_gone = was_there and folder is not None and not folder.is_dir()  # its place is free for it to come back
+        is_gone = was_there and folder is not None and not folder.is_dir()  # moved or deleted: do not create it again
         _report(error, None if is_gone else folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
         raise SystemExit(1) from None
 
@@ -64,19 +67,19 @@ def report_hydra_errors() -> Iterator[None]:
 
 
 def forget_errors(folder: Path) -> None:
-    """Remove the error file of an earlier try, which would silence this one."""
+    """Remove the error file of an earlier try, which would silence the errors of this one."""
     (folder / ERROR_FILE).unlink(missing_ok=True)
 
 
 def _report(error: Exception, folder: Path | None, full: bool) -> None:
     """Print an error's message, unless another process of the run has printed one; write its traceback.
 
-    A library's message may contain what it was given, even a key: secrets of the environment are redacted.
+    A library's message may repeat its arguments, even a key, so secrets of the environment are redacted.
     """
     if getattr(error, "told", False):
         _wait_for_teller(folder)
     trace = redact(traceback.format_exc())
-    message = redact(_sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ())))
+    message = redact(_make_sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ())))
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,7 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet; where the disk is full, none stays."""
+    """Write a new file; if the disk is full, leave none."""
     with path.open("x", encoding="utf-8") as file:
         try:
             file.write(text)
@@ -105,11 +108,11 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _wait_for_teller(folder: Path | None) -> None:
-    """Let the process in which an error happened report it, if it does so in time: it has the traceback and the type.
+    """Let the process where the error happened report it, if it does so in time: it has the traceback and the type.
 
-    It tells the others first and ends what it has begun, so that they are often done before it.
+    That process notifies the others and cleans up first, so they often get here before it.
     """
-    reports = [path for path in (folder and folder / ERROR_FILE, _file_of_first()) if path]
+    reports = [path for path in (folder and folder / ERROR_FILE, _find_first_report()) if path]
     deadline = time.monotonic() + _TELLER_SECONDS
     while time.monotonic() < deadline and not any(path.exists() for path in reports):
         time.sleep(0.02)
@@ -118,7 +121,7 @@ def _wait_for_teller(folder: Path | None) -> None:
 def _is_first_to_report() -> bool:
     """Return whether no other process of this host and this try has reported an error."""
     try:
-        if (first := _file_of_first()) is not None:
+        if (first := _find_first_report()) is not None:
             first.touch(exist_ok=False)
     except FileExistsError:
         return False
@@ -127,8 +130,8 @@ def _is_first_to_report() -> bool:
     return True
 
 
-def _file_of_first() -> Path | None:
-    """Return the file that the first process of this host and this try to report an error makes.
+def _find_first_report() -> Path | None:
+    """Return the path of the file that the first process to report an error creates, per host and try.
 
     torch's agent gives each process a file for its error, in a folder that the processes of a host and a try share.
     """
@@ -136,23 +139,23 @@ def _file_of_first() -> Path | None:
     return Path(own_file).parents[1] / ERROR_FILE if own_file else None
 
 
-def _sentence(error: Exception) -> str:
-    """Return an error's message, after its class's name unless the message is a sentence of its own."""
+def _make_sentence(error: Exception) -> str:
+    """Return an error's message, after the name of its class unless the message is a sentence."""
     if (mark := getattr(error, "problem_mark", None)) is not None:  # a YAML parser's
         problem = getattr(error, "problem", None) or "this is not YAML"
         return f"{mark.name}, line {mark.line + 1}: {problem}: correct it there, or in the line before."
-    if isinstance(error, OSError) and (said := _of_a_file(error)) is not None:
+    if isinstance(error, OSError) and (said := _explain_os_error(error)) is not None:
         return said
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
-        return f"another process did not come in time ({error}): {remedy}."
+        return f"another process did not answer in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if message == "No trials are completed yet.":  # Optuna's
-        return "no trial of the search was completed: what became of each is above."  # others run them all
-    if (said := _of_a_word(error, message)) is not None:
+        return "no trial of the search was completed: the outcome of each is above."  # other processes run them
+    if (said := _explain_override(error, message)) is not None:
         return said
-    if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
+    if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # the cause says what is wrong
         reason = str(error.__cause__).partition("\n")[0]
         word = message.removeprefix("Error merging override ")
         message = f"{word}: {reason}: correct it." if word != message else f"{message}\n{reason}".strip()
@@ -160,9 +163,9 @@ def _sentence(error: Exception) -> str:
     return message if is_sentence and message else f"{type(error).__name__}: {message}"
 
 
-def _of_a_word(error: Exception, message: str) -> str | None:
-    """Say which word of the command line, or choice of a file, Hydra cannot take; None where its own words must do."""
-    if (word := getattr(error, "override", None)) is not None:  # which it cannot parse
+def _explain_override(error: Exception, message: str) -> str | None:
+    """Say which word of the command line Hydra cannot use, and what to write; None for any other error."""
+    if (word := getattr(error, "override", None)) is not None:  # Hydra cannot parse it
         key, is_set, value = word.partition("=")
         quoted = value.replace("'", r"\'")
         as_text = f"correct it, or write \"{key}='{quoted}'\", with both kinds of quotes"
@@ -174,6 +177,18 @@ def _of_a_word(error: Exception, message: str) -> str | None:
     if absent := _ABSENT.match(message):
         there = f", expected one of {', '.join(absent['there'].split())}" if absent["there"] else ""
         return f"{absent['group']}={absent['name']} is unknown{there}: correct its name."
+    if main_file := _NO_MAIN_FILE.match(message):
+        name = main_file[1].removesuffix(".yaml")
+        return (
+            f"--config-name is {name}, but neither conf/ nor the folder of --config-dir has a file {name}.yaml: "
+            "correct the name, or leave --config-name out."
+        )
+    if orphan := _NO_PARENT.match(message):  # a misspelt parent, or a file of another program
+        file, parent = orphan.groups()
+        remedy = "correct its defaults list, or leave out what chose it, such as --config-name"
+        return f"{file}.yaml inherits from {parent}, which this program does not have: {remedy}."
+    if folder := _NO_MAIN_FOLDER.match(message):
+        return f"--config-path is {folder[1]}, which is not a folder: correct it, or leave --config-path out."
     if chosen := _CHOSEN.match(message):
         return f"{chosen[1]} is chosen already: write {chosen[1]}=..., without a plus."
     if unknown := _UNKNOWN.match(message):
@@ -181,7 +196,7 @@ def _of_a_word(error: Exception, message: str) -> str | None:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
         node, name = getattr(error.__cause__, "parent_node", None), getattr(error.__cause__, "full_key", None)
         if node is not None and _takes_any_name(node):
-            return f"{name} is not set yet: add it with a plus, +{name}=..., a word of its own."
+            return f"{name} is not set yet: add it with a plus, as a separate word: +{name}=... ."
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
         group = unknown["key"].partition(".")[0]
         choice = f", or choose the {group}=... that has it" if group in ("data", "model", "optimizer") else ""
@@ -189,14 +204,12 @@ def _of_a_word(error: Exception, message: str) -> str | None:
     return None
 
 
-def _of_a_file(error: OSError) -> str | None:
-    """Say what became of a file, and what to do; None where the error's own words must do."""
+def _explain_os_error(error: OSError) -> str | None:
+    """Say what happened to a file, and what to do; None if only the error's own words are known."""
     if error.errno == errno.ENAMETOOLONG:
-        return (
-            f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
-        )
-    if str(error) == "AF_UNIX path too long":  # Python's own words, without a number
-        return f"{tempfile.gettempdir()} is too long a name for a folder of sockets: set TMPDIR to a shorter one."
+        return f"{str(error.filename)[:60]}... is too long for a file name: shorten the setting that it comes from."
+    if str(error) == "AF_UNIX path too long":  # Python's own message, without an errno
+        return f"{tempfile.gettempdir()} is too long for the path of a folder of sockets: set TMPDIR to a shorter one."
     if not error.filename:
         return None
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

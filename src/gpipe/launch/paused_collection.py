@@ -1,4 +1,4 @@
-"""Pause garbage collection by being imported: the first module of the process that new processes are copies of."""
+"""Pause garbage collection when imported: the fork server, which new processes are forked from, imports this first."""
 
 from gpipe.launch import garbage_collection
 

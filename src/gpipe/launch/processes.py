@@ -37,7 +37,7 @@ from gpipe.launch.scratch import scratch_folder
 # A process waits for the others for the time-out, or for this many times its own start-up time, whichever is longer:
 # processes start at different speeds, above all on a slow machine.
 _START_FACTOR = 2.0
-# The first process gives up before the others: it knows which processes are missing.
+# The first process times out before the others, because it knows which processes are missing.
 _FIRST_FACTOR = 1.2
 _POLL_SECONDS = 0.05
 
@@ -67,9 +67,9 @@ class Place:
         return 0 if self.mesh is None else dist.get_rank()
 
     def devices(self, placement: Sequence[int]) -> list[torch.device] | None:
-        """Return each stage's device if this process plays all stages, None if it runs on its current device.
+        """Return each stage's device if this process plays all stages; None if it runs on its current device.
 
-        placement: which of the schedule's devices has each stage; GPUs take turns where they are fewer.
+        placement: which of the schedule's devices has each stage; fewer GPUs take several of these devices in turn.
         """
         if self.mesh is not None:
             return None
@@ -92,7 +92,7 @@ class Place:
     def heed_stop(self, moment: str) -> None:
         """Exit with status 75 if any process is asked to stop; every process calls it, once per moment of the start.
 
-        What follows would take seconds, and all would be for nothing.
+        What follows takes seconds, which would be wasted.
         """
         asked = filter(None, self.collect(f"stop when {moment}", stops.find_reason() or ""))
         stops.exit_before_start(next(asked, None), speaks=self.is_main)
@@ -102,11 +102,11 @@ class Place:
 
         Args:
             name: a name that was never used before.
-            count: how many values there are.
+            count: the number of values.
             make: called on the first process only; it calls its argument with each value.
 
         Raises:
-            DistStoreError: on the other processes, if a value does not come within the time-out.
+            DistStoreError: on the other processes, if a value does not arrive within the time-out.
         """
         found: list[str] = []
         if self.mesh is None:
@@ -129,14 +129,13 @@ class Processes:
         num_processes: 1, or one per `stages_per_device` stages and replica; torchrun's number takes precedence.
         num_threads: threads per process; None divides this host's cores among its processes.
         device: cpu, cuda or auto.
-        timeout_seconds: when to give up a collective operation that nobody answers.
-        folder: where the file with an error's traceback goes.
+        timeout_seconds: how long to wait for the other processes in a collective operation.
+        folder: gets the file with an error's traceback.
         debug: print the traceback on the terminal too.
         stages_per_device: how many stages each process runs.
-        pin_cores: give each process as many cores of its own as it has threads (on a CPU); a single process runs as a
-            child.
+        pin_cores: on a CPU, give each process its own cores, one per thread; a single process runs as a child.
         max_restarts: restarts allowed after a failure; with more than 0, a single process runs as a child.
-        modules: modules that take time to load: new processes are copies of one that has loaded them.
+        modules: modules that take long to load: new processes are forked from one that has loaded them.
     """
 
     num_stages: int
@@ -215,7 +214,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
             end = agent.train()
         finally:
             stops.listen().forward_to(None)
-        # Where the run's folder takes no file, the processes leave a mark among the temporary ones.
+        # If nothing can be written to the run's folder, the processes leave a mark among the temporary files.
         is_told = error_file.exists() or any(Path(logs).rglob(ERROR_FILE))
     if isinstance(end, End):
         if end.exitcode != 1 or not is_told:
@@ -226,13 +225,13 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
 
 
 def _await_fork_server(method: str) -> None:
-    """Wait until processes can be copied, which takes seconds of loading; asked to stop meanwhile, exit: none began."""
+    """Wait until the fork server has loaded, which takes seconds; exit if asked to stop meanwhile."""
     if method != "forkserver":
         return
     copy = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
 
     def start() -> None:
-        with suppress(OSError, EOFError):  # it was given up; or it failed, as the processes themselves will say
+        with suppress(OSError, EOFError):  # asked to stop; or it failed, which the processes will report
             copy.start()
 
     loading = threading.Thread(target=start, daemon=True)
@@ -257,7 +256,7 @@ def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
 def _work(
     function: Callable[..., None], processes: Processes, args: tuple[Any, ...], note: Path | None = None
 ) -> int | None:
-    """Join the group, call the function, leave the group: what each of several processes does.
+    """Join the group, call the function and leave the group, in one of several processes.
 
     Args:
         function: the function to call.
@@ -268,13 +267,13 @@ def _work(
     Returns:
         The exit status 75 if this process stopped on request, which is not a failure; else None.
     """
-    # A copied process began when the copy was made.
+    # A forked process began when it was forked.
     began = BEGAN if note is None else time.monotonic()
     listener = stops.listen()
     if note is not None:
         listener.follow(note)
     try:
-        # Processes started here know the folder from the start; torchrun's have composed their own configurations.
+        # Processes started here know the folder from the start; torchrun's have composed their own settings.
         with report_errors(None if note is None else processes.folder, processes.debug):
             num_cores = len(own_cores())
             _set_threads(processes)
@@ -302,14 +301,14 @@ def _join(processes: Processes, began: float) -> Place:
     if size != expected:
         raise ValueError(
             f"{size} processes were started, expected {expected} (launch.num_replicas={processes.num_replicas} x "
-            f"{processes.shape[1]} for the stages), or 1: start as many."
+            f"{processes.shape[1]} for the stages), or 1: start that many."
         )
     device_type = _device_type(processes.device)
     if device_type == "cuda":
         num_local, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if num_local > num_gpus:
             raise ValueError(
-                f"{num_local} processes on a host with {num_gpus} GPUs, expected one per GPU: start as many, or set "
+                f"{num_local} processes on a host with {num_gpus} GPUs, expected one per GPU: start fewer, or set "
                 "launch.num_processes=1, which plays several stages on one GPU."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -331,7 +330,7 @@ def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
     """Wait for all processes; return the store that they share, this process's rank, and their number.
 
     Raises:
-        TimeoutError: a process did not come in time.
+        TimeoutError: a process did not join in time.
     """
     seconds = _compute_patience(timeout_seconds, began)
     is_first = os.environ["RANK"] == "0"
@@ -339,7 +338,7 @@ def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
         return join_store(timedelta(seconds=seconds if is_first else _FIRST_FACTOR * seconds))
     except dist.DistStoreError:
         raise TimeoutError(
-            f"process 0 did not come within {_FIRST_FACTOR * seconds:.1f} s: find out what delays it, or raise "
+            f"process 0 did not join within {_FIRST_FACTOR * seconds:.1f} s: find out what delays it, or raise "
             "pipeline.timeout_seconds."
         ) from None
 
@@ -355,7 +354,7 @@ def _make_single_place(processes: Processes) -> Place:
 
 def _set_threads(processes: Processes) -> None:
     num_threads = count_threads(processes.num_threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    # Not beside a GPU, where the processes that decode images would have to share the single core.
+    # Not with a GPU, where the processes that decode images would have to share one core.
     if processes.pin_cores and _device_type(processes.device) == "cpu":
         # Threads that start from here on stay on the same cores.
         pin(num_threads, int(os.environ.get("LOCAL_RANK", "0")))

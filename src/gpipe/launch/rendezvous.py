@@ -49,8 +49,8 @@ def join_store(timeout: timedelta) -> tuple[Store, int, int]:
         The store, this process's rank, and the number of processes.
 
     Raises:
-        DistStoreError: the first process did not come in time.
-        TimeoutError: this is the first process, and another one did not come in time.
+        DistStoreError: the first process did not join in time.
+        TimeoutError: this is the first process, and another one did not join in time.
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -65,7 +65,7 @@ def share_fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> 
     new random name, and the first process answers with the name of the part.
 
     Raises:
-        TimeoutError: another process did not come in time.
+        TimeoutError: another process did not join in time.
     """
     own = secrets.token_hex(8)
     if rank != 0:
@@ -77,7 +77,7 @@ def share_fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> 
     while unaware := [other for other in range(1, size) if not store.check([f"{part}/{other}"])]:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"the processes {unaware} did not come within {timeout.total_seconds():.1f} s: find out what delays "
+                f"the processes {unaware} did not join within {timeout.total_seconds():.1f} s: find out what delays "
                 "them, or raise pipeline.timeout_seconds."
             )
         for other in unaware:
@@ -172,15 +172,15 @@ class OneHost(RendezvousHandler):
 
 
 def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the maker of the rendezvous of `torchrun --rdzv-backend gpipe`; torchrun finds it by its entry point."""
-    return _signed
+    """Return the factory of `torchrun --rdzv-backend gpipe`; torchrun finds it by its entry point."""
+    return _make_signed
 
 
-def _signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
+def _make_signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
     """Meet the other hosts as c10d does, but listen at one address and sign all that is unpickled.
 
     Raises:
-        ValueError: there is no secret, or this host's name leads to the loopback interface.
+        ValueError: there is no secret, or this host's name resolves to the loopback interface.
     """
     store = _meet(parameters)
     handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
@@ -250,11 +250,11 @@ def _serve_processes(host: str, port: int) -> TCPStore:
 
 
 def _address(host: str) -> str:
-    """Return the address that one of this host's names leads to."""
+    """Return the address that one of this host's names resolves to."""
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     if ip_address(address).is_loopback and host not in (address, "localhost"):
         raise ValueError(
-            f"{host} leads to {address}, which no other host reaches: add --local-addr to torchrun, with an address "
-            "that the other hosts reach."
+            f"{host} resolves to {address}, which no other host can reach: add --local-addr to torchrun, with an "
+            "address that the other hosts can reach."
         )
     return address

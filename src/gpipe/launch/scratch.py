@@ -1,4 +1,4 @@
-"""One temporary folder for a run's processes, which the next start removes if they were killed."""
+"""One temporary folder for a run's processes; if they were killed, the next start removes it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LAST = -1000  # after multiprocessing has removed its own folder, which has -10
 
 @cache
 def scratch_folder() -> Path:
-    """Return where temporary files of this process, and of those that it starts, go from now on.
+    """Return the folder for temporary files of this process, and of those that it starts, from now on.
 
-    Libraries keep such files until a process ends, and a killed one leaves them. So the folder lives as long as this
-    process: its owner holds a lock in it, which ends with the owner. Folders without one are removed here.
+    Libraries keep such files until a process ends, and a killed process leaves them behind. So the folder belongs to
+    this process, which holds a lock in it until it ends. Folders whose lock is free are removed here.
     """
     _remove_dead(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    while _lock(folder) is None:  # another start took it for a dead one's
+    while _lock(folder) is None:  # another process took it for a dead one's, and removes it
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=_LAST)
@@ -32,7 +32,7 @@ def scratch_folder() -> Path:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder, for as long as this process lives, and return the descriptor; None where another has it."""
+    """Lock a folder for as long as this process lives, and return the descriptor; None if another process holds it."""
     descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +44,7 @@ def _lock(folder: Path) -> int | None:
 
 def _remove_dead(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else removes it too
+        with suppress(OSError):  # another process may be removing it too
             if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / _LOCK_FILE).exists():
                 continue  # another user's, or one whose owner is about to lock it
             if (descriptor := _lock(folder)) is not None:

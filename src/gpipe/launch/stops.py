@@ -28,15 +28,15 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signa
 _POLL_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # the terminal and torchrun both send Ctrl-C to torchrun's processes
 _ROOM = b" " * 256
-_REMEDY = "the same command again goes on"
+_REMEDY = "repeat the command to resume"
 
 
 class _Listener:
-    """Notes the requests that reach a process, from its creation until it is closed.
+    """Notes the requests that reach a process, from the listener's creation until it is closed.
 
     The signals are blocked and a thread polls them, so that a process that waits inside torch notices them too.
     Processes that start meanwhile inherit the block: a signal to the whole group kills no process that is still
-    starting, and none that loads data. Where the system cannot poll signals (macOS), Python's handlers are used.
+    starting or that loads data. If the system cannot poll signals (macOS), Python's handlers are used.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class _Listener:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         if hasattr(signal, "sigtimedwait"):
             self.block()
-            # Python up to 3.12 removes the block when it starts the resource tracker, so start that one beforehand.
-            # No warnings about left semaphores: they would follow, in a run whose processes were killed,
-            # the message that names the cause.
+            # Python up to 3.12 removes the block when it starts the resource tracker, so start the tracker beforehand.
+            # Silence its warnings about leaked semaphores: if a run's processes were killed, they would follow the
+            # message that names the cause.
             silent = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")))
             with environment_variable("PYTHONWARNINGS", silent):
                 resource_tracker.ensure_running()
@@ -72,7 +72,7 @@ class _Listener:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
     def close(self) -> None:
-        """Restore the handlers and the mask that were there before."""
+        """Restore the previous handlers and the previous mask."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()  # else it could take a signal from a later listener
@@ -90,7 +90,7 @@ class _Listener:
     def forward_to(self, note: Path | None) -> None:
         """Forward requests, through a file, to the processes that follow it; None stops that."""
         if note is not None:
-            note.write_bytes(_ROOM)  # a disk that is full by then takes what replaces it
+            note.write_bytes(_ROOM)  # even a full disk can then take the request, which overwrites this
         self._forward_to, self._has_forwarded = note, False
         self._forward()
 
@@ -150,12 +150,12 @@ class _Listener:
         """Read the note of the process that started this one, and check that this process is alive."""
         parent = multiprocessing.parent_process()  # None while this process starts
         if parent is not None and parent.pid in self._terminators:
-            # torch's agent ends its processes by SIGTERM, and so does a training process those that load its data;
-            # requests to stop come through the note. So this is not a failure.
+            # torch's agent ends its processes by SIGTERM, as a training process ends those that load its data.
+            # Requests to stop come through the note, so this is not a failure.
             self._exit(0)
         is_orphan = self._agent is not None and os.getppid() != self._agent
         if self._followed is not None and parent is not None:
-            is_orphan = not parent.is_alive()  # os.getppid() may be the process that this one was copied from
+            is_orphan = not parent.is_alive()  # os.getppid() may be the fork server
         if is_orphan:
             self._exit(INTERRUPTED)
         if self._followed is None:
@@ -211,10 +211,10 @@ def listening() -> Iterator[_Listener]:
 
 
 def find_reason(max_hours: float | None = None) -> str | None:
-    """Return why this process is to stop, None if it is not.
+    """Return why this process should stop; None if it should not.
 
     Args:
-        max_hours: hours after the start of the process at which it is to stop; None means no limit.
+        max_hours: the hours after the start of the process at which it should stop; None means no limit.
     """
     if _listener is None:
         return None
@@ -224,7 +224,10 @@ def find_reason(max_hours: float | None = None) -> str | None:
 
 
 def exit_before_start(reason: str | None, *, speaks: bool = True) -> None:
-    """Exit with status 75 if there is a reason to stop before anything was started; one of several processes speaks."""
+    """Exit with status 75 if there is a reason to stop before anything was started.
+
+    speaks: whether to print why; of several processes, only one should.
+    """
     if reason:
         if speaks:
             print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)

@@ -7,14 +7,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=1)
-"""Of a wait for an answer."""
+"""How long to wait for an answer."""
 
 
 def serve_store(address: str, port: int = 0) -> TCPStore:
     """Serve a key-value store at one address of this host.
 
-    Torch's own listens at all of them. It also asks a name server for the name of each process that connects, which
-    takes 5 s where none answers: it sees IPv4 addresses as IPv6, and /etc/hosts does not have them in this form.
+    torch's own store listens at all addresses. It also asks a name server for the name of each process that connects,
+    which takes 5 s if none answers: it sees IPv4 addresses as IPv6, and /etc/hosts does not have them in this form.
 
     Args:
         address: the address to listen at.

@@ -1,4 +1,4 @@
-"""Standard output and error that may close before the run ends. Nothing here imports torch."""
+"""Let a run continue when its standard output or error closes. Nothing here imports torch."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ class _TolerantFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Keep every print of this process from failing; streams that replaced the system's own stay unchanged."""
+    """Keep the prints of this process from failing; streams that replaced the system's own stay unchanged."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):

@@ -5,7 +5,8 @@ amoebanet.py      the sequence of layers. Its parts: amoebanet_cells.py, amoeban
 transformer.py    the language model. Its parts: transformer_layers.py, attention.py
 translation.py    encoder and decoder as one sequence. Its parts: translation_layers.py, attention.py
 
-Models of others: timm_models.py, transformers_models.py. Ours in timm: amoebanet_timm.py. All use linear.py, checks.py.
+Models of other libraries: timm_models.py, transformers_models.py. AmoebaNets in timm: amoebanet_timm.py. All use
+linear.py and checks.py.
 """
 
 import gpipe._compat.torchvision  # first, because timm imports torchvision

@@ -58,9 +58,10 @@ class AmoebaNet(nn.Sequential):
         return self.classifier.fully_connected
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the softmax layer, and the auxiliary head's, by new ones with random weights.
+        """Replace the softmax layer, and the auxiliary head's, with new ones with random weights.
 
-        0 classes removes both. The output is then the features [n, num_features].
+        With 0 classes, remove the softmax layer and the auxiliary head: the output is then the features
+        [n, num_features].
 
         Raises:
             ValueError: global_pool is not the global average.
@@ -85,14 +86,14 @@ class AmoebaNet(nn.Sequential):
         return payload[0]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the logits of `features`, or with pre_logits the softmax layer's input."""
+        """Return the logits of `features` or, with pre_logits, the softmax layer's input."""
         pooled = self.classifier.pool(features)
         logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
         return logits
 
 
 def refuse_other_pool(global_pool: str | None) -> None:
-    """Refuse a pool in front of the softmax layer that is not the global average; None is that one."""
+    """Refuse a pool before the softmax layer other than the global average, which None means too."""
     if global_pool not in (None, "avg"):
         raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
 
@@ -135,10 +136,10 @@ class AmoebaNetOptions(TypedDict, total=False):
         auxiliary_head: add auxiliary logits to the output in training mode (loss weight 0.4 in the recipe). False by
             default.
         dropout: the probability before the softmax layer, 0 by default; Real et al. 2019 use 0.5.
-        drop_path: the first drop-path rate, 0 by default; `set_drop_path` changes it later. Real et al. 2019 end at
+        drop_path: the initial drop-path rate, 0 by default; `set_drop_path` changes it later. Real et al. 2019 end at
             0.3.
         batch_norm_momentum: the weight of a new mini-batch, 0.0003 by default: 1 minus the public TPU code's decay of
-            0.9997. Runs of less than about ten thousand steps need more, such as 0.1.
+            0.9997. Runs of fewer than about ten thousand steps need more, such as 0.1.
         batch_norm_epsilon: 0.001 by default.
     """
 
@@ -189,7 +190,7 @@ def _amoebanet(
 def amoebanet_a(
     num_layers: int = 18, num_filters: int = 190, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-A, by default in Real et al.'s size; options are those of AmoebaNetOptions.
+    """Build AmoebaNet-A, by default of Real et al.'s size; options are those of AmoebaNetOptions.
 
     [n, image_channels, h, w] -> logits [n, num_classes], or (logits, auxiliary_logits) in training with the auxiliary
     head.
@@ -213,7 +214,7 @@ def amoebanet_b(
 def amoebanet_c(
     num_layers: int = 18, num_filters: int = 228, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-C, by default in Real et al.'s size; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-C, by default of Real et al.'s size; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 331)
     return _amoebanet("C", num_layers, num_filters, num_classes, **options)
 
@@ -221,6 +222,6 @@ def amoebanet_c(
 def amoebanet_d(
     num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-D, by default in the size of the paper's Table 2; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-D, by default of the size in the paper's Table 2; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 224)
     return _amoebanet("D", num_layers, num_filters, num_classes, **options)

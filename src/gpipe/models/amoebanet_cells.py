@@ -40,13 +40,13 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 class DropPath(drop.DropPath):
-    """Timm's, with the rate in a buffer: a compiled layer reads it there, whatever it is.
+    """timm's, with the rate in a buffer, so that a compiled layer works for any rate.
 
-    Once the rate has been above 0 a mask is drawn, also at rate 0.
+    Once the rate has been above 0, masks are drawn even at rate 0.
     """
 
     keep_probability: Tensor
-    unread_in_forward = ("_rate",)  # which may change in each step: what runs is the same
+    unread_in_forward = ("_rate",)  # may change at each step without changing what runs
 
     def __init__(self, rate: float) -> None:
         nn.Module.__init__(self)
@@ -80,7 +80,7 @@ class DropPath(drop.DropPath):
 
 
 class CellTerm(nn.Module):
-    """One operation on one state of a cell; every operation but `none` has drop-path."""
+    """One operation on one state of a cell; every operation except `none` has drop-path."""
 
     def __init__(
         self, term: Term, in_channels: int, out_channels: int, stride: int, drop_path: float, norm: NormFactory
@@ -118,20 +118,20 @@ class Cell(nn.Module):
     """A normal or reduction cell.
 
     Args:
-        genotype: of the cell.
+        genotype: the cell's genotype.
         channels: the width of all its states.
         state_channels: the width of the payload's state.
-        previous_channels: the width of the payload's previous state. None makes the first cell. It takes the stem's
+        previous_channels: the width of the payload's previous state. None makes the first cell, which takes the stem's
             output as its state and, unprojected, as its previous state.
-        previous_is_larger: True if a reduction cell lies between the previous state and the state.
-        drop_path: the first drop-path rate.
+        previous_is_larger: whether there is a reduction cell between the previous state and the state.
+        drop_path: the initial drop-path rate.
         norm: makes the batch norms.
 
     Attributes:
         auxiliary_head: maps the cell's output to auxiliary logits in training mode; None for most cells.
     """
 
-    same_without_graph = True  # with all below: the engine runs what it will recompute without a graph
+    same_without_graph = True  # like all submodules, so the engine can run without a graph what it will recompute
 
     def __init__(
         self,

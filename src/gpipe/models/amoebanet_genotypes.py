@@ -27,7 +27,7 @@ D reduction  max2@0+max3@0  none@2+3x3@1  1x7_7x1@2+max3@2  none@3+max2@1  avg3@
 
 @dataclass(frozen=True)
 class Term:
-    """An operand of a pairwise sum: an `operation` on the state of number `state`."""
+    """An operand of a pairwise sum: an `operation` on state number `state`."""
 
     operation: str
     state: int

@@ -12,12 +12,12 @@ STEM_CHANNELS = 32
 
 
 class Stem(ConvNorm):
-    """Map images to the first state: convolution 3x3 of stride 2, unpadded, to 32 channels, and batch norm.
+    """Map images to the first state: unpadded 3x3 convolution of stride 2 to 32 channels, and batch norm.
 
     [n, image_channels, h, w] -> [n, 32, (h - 1) // 2, (w - 1) // 2]
     """
 
-    same_without_graph = True  # as of the cell
+    same_without_graph = True  # as for Cell
 
     def __init__(self, image_channels: int, norm: NormFactory) -> None:
         super().__init__(Conv2d(image_channels, STEM_CHANNELS, (3, 3), stride=2, padded=False), norm)
@@ -29,7 +29,7 @@ class Classifier(nn.Module):
     ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has both
     """
 
-    same_without_graph = True  # as of the cell
+    same_without_graph = True  # as for Cell
 
     def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Classifier(nn.Module):
 class AuxiliaryHead(nn.Module):
     """Map the output of a cell to auxiliary logits, for training only.
 
-    [n, in_channels, *map_size] -> [n, num_classes]: ReLU, average pool 5x5 of stride 3, 1x1 to 51, batch norm, ReLU,
+    [n, in_channels, *map_size] -> [n, num_classes]: ReLU, 5x5 average pool of stride 3, 1x1 to 51, batch norm, ReLU,
     convolution of the whole map to 307, batch norm, ReLU, fully connected (Real et al. 2019; the widths are 0.4
     times Inception's 128 and 768). Its weights fit only one map size, and so only one image size.
 

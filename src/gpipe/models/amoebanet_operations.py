@@ -133,7 +133,7 @@ class Pool(Operation):
     """`avg3`, `max3`, `max2`: a pool, then 1x1 and batch norm if the channels change.
 
     Averages exclude the padding, as in TensorFlow. A 2x2 window, which occurs only at stride 2, extends beyond the
-    right and bottom edge of an odd size.
+    right and bottom edges of an odd size.
     """
 
     rectified_input = False
@@ -175,7 +175,7 @@ class FactorizedReduction(Operation):
         self.norm = norm(out_channels)
 
     def forward(self, state: Tensor) -> Tensor:
-        # A strided 1x1 convolution reads one pixel in four: selected first, the rest is not kept for backward.
+        # A strided 1x1 convolution reads one pixel in four: selecting those first keeps only them for backward.
         shifted = state[:, :, 1::2, 1::2]
         height, width = state.shape[2:]
         if height % 2 or width % 2:

@@ -10,7 +10,7 @@ from gpipe.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
-    """Attention of every position to all positions but padding or, if causal, to itself and all before it.
+    """Attention of every position to all positions except padding or, if causal, to itself and all before it.
 
     [batch, time, model_size] -> the same shape. One product makes queries, keys and values. Causal attention needs no
     padding mask, because padding comes after the sequence.
@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
 
 
 class MemoryAttention(nn.Module):
-    """Attention of every position to all positions but padding of a memory, the encoder's output.
+    """Attention of every position to all positions, except padding, of a memory: the encoder's output.
 
     states [batch, time, model_size], memory [batch, memory time, model_size], padding [batch, memory time] -> the shape
     of the states. One product makes keys and values.

@@ -10,14 +10,14 @@ def fill_truncated_normal(weight: Tensor, variance: float) -> None:
 
     The factor 1.3 makes up for the variance that truncation removes, as in TensorFlow's variance scaling.
     """
-    if weight.is_meta:  # torch would take a millisecond for nothing, and deep models are described again and again
+    if weight.is_meta:  # saves a millisecond per weight: deep models are described many times
         return
     std = math.sqrt(1.3 * variance)
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 def fill_normal(weight: Tensor, variance: float) -> None:
-    """Fill `weight` from a normal distribution of this variance, ten times faster than from the truncated one."""
+    """Fill `weight` from a normal distribution of this variance, ten times faster than from a truncated one."""
     if not weight.is_meta:  # as above
         nn.init.normal_(weight, std=math.sqrt(variance))
 
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     wants_low_precision = True
 
     def __init__(self, in_features: int, out_features: int, scale: float = 1.0) -> None:
-        self.scale = scale  # nn.Linear draws the weights
+        self.scale = scale  # before nn.Linear draws the weights
         super().__init__(in_features, out_features)
 
     def reset_parameters(self) -> None:
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
 
 class Softmax(nn.Linear):
-    """Fully connected layer with bias that makes the logits; the softmax itself is part of the loss.
+    """Fully connected layer with bias that computes the logits; the softmax itself is part of the loss.
 
     Weights of variance 1 / fan-in, bias 0.
 
@@ -58,7 +58,7 @@ def softmax_names(layers: nn.ModuleDict) -> set[str]:
     """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes.
 
     Args:
-        layers: any part of a model by layer index, such as `pipeline.layers`.
+        layers: some or all layers of a model, by index, such as `pipeline.layers`.
     """
     return {
         f"layers.{index}.{path}.{name}" if path else f"layers.{index}.{name}"

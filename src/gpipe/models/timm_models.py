@@ -1,4 +1,4 @@
-"""Models of timm: made by name, with what they expect of images, and errors that say what to set."""
+"""Build timm's models by name, with the image settings that they expect and errors that say what to set."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import nn
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What a model of timm expects of images.
+    """What a timm model expects of images.
 
     Attributes:
         image_size: pixels per side.
-        center_crop: the share of the shorter side that an evaluation crop has, or of both sides.
-        keep_aspect: whether that crop is a square; timm squashes the images of other models.
+        center_crop: the evaluation crop's share of the shorter side or, without keep_aspect, of each side.
+        keep_aspect: whether that crop is a square; otherwise timm squashes the image.
         interpolation: "bilinear" or "bicubic".
-        mean, std: of each channel of pixels in [0, 1].
+        mean, std: the mean and standard deviation of each channel of pixels in [0, 1].
     """
 
     image_size: int
@@ -37,20 +37,24 @@ class DataSettings:
 
 def check_timm_name(name: str) -> None:
     """Raise ValueError for a model, or a tag of pre-trained weights, that timm does not have."""
+    model = name.partition(".")[0]
     if not timm.is_model(name):
-        close = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+        close = get_close_matches(model, timm.list_models(), n=3)
         such_as = ", ".join(close or ["resnet50", "vit_small_patch16_224"])
-        raise ValueError(f"model.name is {name}, which timm {timm.__version__} does not have: set {such_as}.")
-    tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    if "." in name and name not in tags:
         raise ValueError(
-            f"model.name is {name}, expected one of {', '.join(tags) or 'no tag'} for its weights: set it."
+            f"model.name is {name}, which timm {timm.__version__} does not have: choose another, such as {such_as}."
+        )
+    tags = timm.list_pretrained(f"{model}.*")
+    if "." in name and name not in tags:
+        choice = f"one of {', '.join(tags)}, or " if tags else ""
+        raise ValueError(
+            f"model.name is {name}, but timm has no such pre-trained weights: set {choice}model.name={model}."
         )
 
 
 def data_settings(name: str, channels: int) -> DataSettings:
-    """Return what a model expects of images with so many channels; of grey ones, the means over the colours."""
-    found = resolve_data_config(pretrained_cfg=_described(name).to_dict(), verbose=False)  # type: ignore[no-untyped-call]  # timm's
+    """Return what a model expects of images with `channels` channels; grey images get the averages over the colours."""
+    found = resolve_data_config(pretrained_cfg=_describe(name).to_dict(), verbose=False)  # type: ignore[no-untyped-call]  # timm's
     mean, std = [
         tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
         for values in (found["mean"], found["std"])
@@ -60,9 +64,9 @@ def data_settings(name: str, channels: int) -> DataSettings:
     return DataSettings(found["input_size"][-1], found["crop_pct"], keep_aspect, interpolation, mean, std)
 
 
-def _described(name: str) -> Any:
+def _describe(name: str) -> Any:
     found = get_pretrained_cfg(name)
-    assert found is not None, name  # check_timm_name has refused others
+    assert found is not None, name  # check_timm_name has refused unknown names
     return found
 
 
@@ -79,40 +83,40 @@ def make_timm_model(
     """Make a model on the CPU, with the same initial weights in every process; the global generator stays as it was.
 
     Args:
-        name: timm's.
-        num_classes: of the data. The softmax layer of pre-trained weights for other classes is drawn anew.
-        channels: of the data.
-        image_size: pixels per side, for models that are made for one size.
-        pretrained: let timm fetch weights.
-        arguments: timm's further ones.
-        seed: of the initial weights.
+        name: timm's name.
+        num_classes: the data's. If pre-trained weights are for another number of classes, the softmax layer is new.
+        channels: the data's.
+        image_size: pixels per side, for models of a fixed size.
+        pretrained: let timm download weights.
+        arguments: further arguments for timm.
+        seed: the seed of the initial weights.
 
     Raises:
-        ValueError: timm refuses it, or cannot fetch the weights.
+        ValueError: timm refuses it, or cannot download the weights.
     """
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels, **arguments}
-    if _described(name).fixed_input_size:
+    if _describe(name).fixed_input_size:
         options["img_size"] = image_size
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what it raises is told below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; its errors are reported below
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model: nn.Module = timm.create_model(name, pretrained=pretrained, **options)
-        except Exception as error:  # whatever its architecture raises, or its hub
+        except Exception as error:  # architectures, and the hub, may raise anything
             reason = (str(error) or type(error).__name__).partition("\n")[0]
             if pretrained and isinstance(error, OSError | RuntimeError):
                 raise ValueError(
-                    f"model.pretrained is true, but timm has no weights of {name} here ({reason}): set "
+                    f"model.pretrained is true, but timm cannot fetch weights of {name} ({reason}): set "
                     "model.pretrained=false, and init_from=<file>.safetensors for weights that you have."
                 ) from error
             raise ValueError(
-                f"model.name is {name}, which timm does not make for data.image_size={image_size}, "
+                f"model.name is {name}, which timm cannot build for data.image_size={image_size}, "
                 f"data.channels={channels} and model.arguments={dict(arguments)} ({reason}): set one of them."
             ) from error
     return model
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """Return the names of the modules of a model whose size is the number of classes."""
-    head = _described(name).classifier or ()
+    """Return the names of a model's modules whose size is the number of classes."""
+    head = _describe(name).classifier or ()
     return (head,) if isinstance(head, str) else tuple(head)

@@ -2,7 +2,7 @@
 
     0               embedding and positions
     1 ... L         layers
-    last            softmax layer, with a table of its own
+    last            softmax layer, not tied to the embedding
 
 There is no norm before the softmax layer, so the number of parameters is that of the paper's Table 1.
 """

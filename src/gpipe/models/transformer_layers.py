@@ -45,10 +45,10 @@ class PreNormLayer(nn.Module):
     Args:
         model_size: the width of the states.
         feedforward_size: the width between the two fully connected layers.
-        num_heads: of the attention.
+        num_heads: attention heads.
         head_size: channels per head.
         dropout: the probability after each branch.
-        scale: factor of the initial weights of the two fully connected layers.
+        scale: the factor of the two fully connected layers' initial weights.
     """
 
     causal = True  # a position attends only to itself and those before it
@@ -96,7 +96,7 @@ def make_sinusoids(num_positions: int, like: Tensor, first: int = 0) -> Tensor:
     belongs to position `first`.
     """
     half = like.shape[-1] // 2
-    # bfloat16 cannot represent 257: telling positions apart takes float32 or more.
+    # bfloat16 cannot represent 257: distinguishing positions takes float32 or more.
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(half, device=like.device, dtype=dtype) / max(half - 1, 1)
     frequencies = torch.exp(-math.log(_LONGEST_WAVE) * exponents)

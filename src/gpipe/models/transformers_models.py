@@ -1,4 +1,4 @@
-"""Language models of transformers: made by their type from plain values, with random weights."""
+"""transformers' language models by type, with random weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NUM_COMPARED_TOKENS = 8
 
 
 class Logits(nn.Module):
-    """Tells the next token of sequences, int64 [n, time] -> float [n, time, vocabulary], by a model of transformers.
+    """Predicts next tokens with a transformers model: int64 [n, time] -> logits [n, time, vocabulary].
 
     Args:
-        model: takes `input_ids`, and gives `logits`.
+        model: takes `input_ids`, and returns `logits`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,18 +31,18 @@ class Logits(nn.Module):
 
 
 def check_transformers_type(name: str) -> None:
-    """Raise ValueError for a type of language model that transformers does not have, or where it is not installed."""
+    """Raise ValueError if transformers is not installed, or does not have this type of language model."""
     if find_spec("transformers") is None:
         raise ValueError(
-            "model.family is transformers, but that package is not here: run pip install transformers, or choose "
+            "model.family is transformers, but that package is not installed: run pip install transformers, or choose "
             "model=transformer_lm."
         )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"model.name is {name}, expected a language model's type that transformers has, such as gpt2, llama, qwen2 "
-            "or mistral: set it."
+            f"model.name is {name}, expected a type of language model that transformers has: set gpt2, llama, qwen2 or "
+            "mistral, for example."
         )
 
 
@@ -53,12 +53,12 @@ def make_transformers_config(
 
     Args:
         name: its type, such as gpt2.
-        arguments: of the configuration, such as {n_layer: 12}.
-        vocabulary_size: of the tokenizer.
-        special: ids of tokens by their names there, such as eos_token_id.
+        arguments: values of the configuration, such as {n_layer: 12}.
+        vocabulary_size: the tokenizer's.
+        special: token ids by their names in the configuration, such as eos_token_id.
 
     Raises:
-        ValueError: transformers refuses it, or would only keep an argument that it does not know.
+        ValueError: transformers refuses the values, or does not know an argument.
     """
     import transformers
 
@@ -69,10 +69,10 @@ def make_transformers_config(
         return transformers.AutoConfig.for_model(
             name, **arguments, vocab_size=vocabulary_size, use_cache=False, **special
         )
-    except Exception as error:  # whatever its configuration raises
+    except Exception as error:  # configurations may raise anything
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise ValueError(
-            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them; where an "
+            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them; if the "
             "experiment sets them, start from one that does not, such as +experiment=language_model."
         ) from error
 
@@ -82,7 +82,7 @@ def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Log
 
     Raises:
         ValueError: transformers refuses it, it has fewer positions than sequences have tokens, or it sees the tokens
-            that it is to tell; on the meta device, which has no logits to compare, nobody finds out.
+            that it should predict; the last cannot be checked on the meta device, which has no logits to compare.
     """
     import transformers
 
@@ -96,22 +96,24 @@ def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Log
         torch.manual_seed(seed)
         try:
             model = Logits(transformers.AutoModelForCausalLM.from_config(config))
-        except Exception as error:  # whatever its architecture raises
+        except Exception as error:  # architectures may raise anything
             reason = (str(error) or type(error).__name__).partition("\n")[0]
-            raise ValueError(f"model.arguments make no {config.model_type} ({reason}): correct them.") from error
+            raise ValueError(
+                f"model.arguments do not make a valid {config.model_type} ({reason}): correct them."
+            ) from error
         num_tokens = min(sequence_length, _NUM_COMPARED_TOKENS)
         if num_tokens > 1 and _sees_later_tokens(model, num_tokens, config.get_text_config().vocab_size):
             decoder = getattr(config, "is_decoder", None) is False
             remedy = "set +model.arguments.is_decoder=true, or choose" if decoder else "choose"
             raise ValueError(
-                f"model.name is {config.model_type}, which sees later tokens, expected a model that tells each token "
-                f"from the earlier ones alone: {remedy} another type, such as gpt2."
+                f"model.name is {config.model_type}, which sees later tokens, expected a model that predicts each "
+                f"token from earlier ones only: {remedy} another type, such as gpt2."
             )
     return model
 
 
 def _sees_later_tokens(model: Logits, num_tokens: int, vocabulary_size: int) -> bool:
-    """Return whether the last token changes logits before it; False for a model that cannot be asked."""
+    """Return whether the last token changes earlier logits; False if the model cannot be run."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return False
     tokens = torch.randint(vocabulary_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
@@ -122,17 +124,17 @@ def _sees_later_tokens(model: Logits, num_tokens: int, vocabulary_size: int) -> 
     try:
         with torch.no_grad():
             logits, changed = (model(sequence)[:, :-1] for sequence in (tokens, other))
-    except Exception:  # noqa: BLE001 - what it cannot run, tracing refuses with the reason
+    except Exception:  # noqa: BLE001 - tracing will refuse the model with the reason
         return False
     finally:
         model.train(was_training)
-    # Experts get their tokens in groups of other sizes, so that sums round differently.
+    # Mixtures of experts group tokens differently, so sums round differently.
     tolerance = 100 * torch.finfo(logits.dtype).eps * logits.abs().max()
     return bool((logits - changed).abs().max() > tolerance)
 
 
 def config_text(config: Any) -> str:
-    """Return a configuration as `from_pretrained` reads it from config.json."""
+    """Return a configuration as the text of a config.json that `from_pretrained` reads."""
     architecture = _architecture(config.model_type)
     return json.dumps(config.to_dict() | {"architectures": [architecture]}, indent=2, sort_keys=True) + "\n"
 

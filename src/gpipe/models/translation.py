@@ -71,11 +71,11 @@ def translation_transformer(
         num_layers: L, in the encoder and again in the decoder.
         feedforward_size: H.
         num_heads: A. The heads have num_heads x head_size channels, which need not equal model_size.
-        vocabulary_size: of source and target together.
+        vocabulary_size: shared by source and target.
         model_size: the width of the states.
         head_size: channels per head.
         dropout: the probability after the embeddings and after each branch of a layer.
-        tied: which tables are one parameter: "none"; "inputs" (source and target); "output" (target and softmax
+        tied: which tables share one parameter: "none"; "inputs" (source and target); "output" (target and softmax
             layer); "all".
         scale_feedforward: divide the initial feed-forward weights by num_layers, so that deep models train.
         logit_limit: the largest magnitude of a logit in training mode; None for no limit.
@@ -119,8 +119,8 @@ def _check_sizes(vocabulary_size: int, model_size: int, head_size: int, padding_
 def _check_options(dropout: float, tied: str, logit_limit: float | None, soft_limit: bool) -> None:
     check_probability("dropout", dropout)
     if tied not in TIES:
-        raise ValueError(f"tied is {tied!r}, expected one of {', '.join(TIES)}: choose which tables are one.")
+        raise ValueError(f"tied is {tied!r}, expected one of {', '.join(TIES)}: choose which tables to tie.")
     if logit_limit is not None and not logit_limit > 0:
         raise ValueError(f"logit_limit is {logit_limit}, expected a number above 0: give None for no limit.")
     if soft_limit and logit_limit is None:
-        raise ValueError("soft_limit is True, expected False where logit_limit is None: give a limit to approach.")
+        raise ValueError("soft_limit is True, expected False without a logit_limit: give a limit to approach.")

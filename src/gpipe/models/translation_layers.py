@@ -1,4 +1,4 @@
-"""The layers of an encoder and a decoder that make one sequence (Vaswani et al. 2017).
+"""The layers of an encoder and a decoder, which form one sequence (Vaswani et al. 2017).
 
 The payload between them is a tuple. Tokens and padding pass through the layers that do not need them:
 
@@ -63,7 +63,7 @@ class TargetEmbedding(nn.Module):
 
 
 class DecoderLayer(PreNormLayer):
-    """Decoding -> decoding: every position attends to itself and those before it, then to the memory.
+    """Decoding -> decoding: every position attends to itself and earlier ones, then to the memory.
 
     Padding comes after the target, so no position of the target attends to it.
     """

@@ -1,1 +1,1 @@
-"""What each program does between its checked settings and the files that it leaves."""
+"""What each program does with its checked settings."""

@@ -1,4 +1,4 @@
-"""pipeline=auto: let the planner choose what the settings of the pipeline leave open."""
+"""pipeline=auto: the planner chooses the pipeline's settings that are left open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpipe.planning.search import Space
     from gpipe.planning.step import Setting
 
-# What may be open, and a value with which all other settings can be checked.
+# What may be open, with values for checking all other settings.
 _OPEN: dict[str, Any] = {
     "num_stages": 1,
     "num_microbatches": 1,
@@ -46,13 +46,13 @@ def _find_open(composed: DictConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class DevicesToUse:
-    """What a pipeline is chosen for.
+    """The devices for which a pipeline is chosen.
 
     Attributes:
-        accelerator: of which kind.
-        count: how many, of all replicas.
-        room_bytes: what the planned peak of each may reach.
-        efficiency: the share of its peaks that it reaches.
+        accelerator: their kind.
+        count: their number, over all replicas.
+        room_bytes: the limit of each device's planned peak.
+        efficiency: the share of its peak speeds that a device reaches.
     """
 
     accelerator: Accelerator
@@ -66,13 +66,14 @@ def choose_pipeline(
     words: Sequence[str],
     find_devices: Callable[[RunConfig, int | None], DevicesToUse] | None = None,
 ) -> DictConfig:
-    """Return the settings with those of the pipeline that make the shortest planned step; print the best.
+    """Fill in the pipeline's settings with the shortest planned step; print the best choices.
 
     Args:
-        composed: by Hydra.
-        words: of the command line. A number of replicas or processes that they name is kept; an experiment's is not.
-        find_devices: checked settings, and the number of processes if the words name one -> the devices; None finds
-            those at hand, and checks the data of the run.
+        composed: the settings as Hydra composed them.
+        words: the words of the command line. A number of replicas or processes that they set is kept; an experiment's
+            is not.
+        find_devices: returns the devices for checked settings and for the number of processes, if the words set one.
+            None finds those of this machine, and checks the run's data.
 
     Raises:
         ConfigError: a setting is wrong, or nothing fits.
@@ -101,7 +102,7 @@ def choose_pipeline(
     from gpipe.programs.layout import build_planner, build_setting
 
     devices = (find_devices or find_devices_at_hand)(run, fixed.get("num_processes"))
-    run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as it is filled in
+    run = replace(run, pipeline=replace(run.pipeline, memory_limit_bytes=devices.room_bytes))  # as `_fill` sets it
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", devices.count))
     threads = replace(run.launch, num_threads=count_threads(run.launch.num_threads, num_local))
     calibration = find_calibration(replace(run, launch=threads), devices.accelerator)
@@ -133,7 +134,7 @@ def choose_pipeline(
         if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
             print(
                 f"Batch norm sees {plans[0].microbatch_size} examples at once with the first of these, and other "
-                "numbers with the others, so they do not learn alike: set pipeline.num_microbatches and "
+                "numbers with the others, so their training differs: set pipeline.num_microbatches and "
                 "launch.num_replicas to compare runs."
             )
     best = plans[0].setting
@@ -148,12 +149,12 @@ def _stop_if_asked(*, speaks: bool) -> None:
 
 
 def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devices: DevicesToUse) -> str:
-    """Return why no setting of a space can be, and what to change.
+    """Return why no setting of a space works, and what to change.
 
-    Conditions have an order, from equal parts to memory: the first that none of the settings meets is the reason.
+    The conditions are checked in order, from equal parts to memory; the first that no setting meets is the reason.
 
     Raises:
-        ValueError: the settings cannot be planned, for a reason of their own.
+        ValueError: the settings cannot be planned for another reason.
     """
     from gpipe.planning.cut import NoCutFits
     from gpipe.planning.search import find_fastest
@@ -190,8 +191,8 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
 
     Args:
         run: the settings.
-        count: how many to use, on all hosts; None is all.
-        efficiency: the share of their peaks that they reach; None is the usual one.
+        count: the number to use, over all hosts; None is all.
+        efficiency: the share of their peak speeds that they reach; None is the default.
     """
     from gpipe.planning.accelerator import EFFICIENCY
     from gpipe.programs.layout import accelerator_at_hand
@@ -216,7 +217,7 @@ def _fill(composed: DictConfig, pipeline: dict[str, Any], **launch: int) -> Dict
 
 
 def _find_shape(known: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule, a number of stages, and of them per device, that fit what is known."""
+    """Return a schedule, a number of stages, and a number of stages per device that fit what is known."""
     shared = known.get("stages_per_device", 1) > 1
     schedule = known["schedule"].value if "schedule" in known else "interleaved_1f1b" if shared else "gpipe"
     per_device = known.get("stages_per_device", 2 if schedule in ("interleaved_1f1b", "zb_v") else 1)
@@ -240,15 +241,15 @@ def _host_bytes() -> int:
 
 
 def spell_out(composed: DictConfig, run: RunConfig, words: Sequence[str]) -> list[str]:
-    """Return the words of the command line with what was chosen in the place of what was open.
+    """Return the words of the command line with the planner's choices filled in.
 
-    So a record says how to repeat the run on any machine. All settings of the pipeline are said: with pipeline=auto an
-    experiment's values of `pipeline:` do not count, and with pipeline=gpipe they may.
+    With them, a record's command repeats the run on any machine. They set everything in the pipeline: with
+    pipeline=auto, an experiment's `pipeline:` values do not count, but with pipeline=gpipe they may.
 
     Args:
-        composed: by Hydra from the words.
-        run: the settings with what was chosen.
-        words: of the command line.
+        composed: the settings as Hydra composed them from the words.
+        run: the settings with the planner's choices.
+        words: the words of the command line.
     """
     if not is_open(composed):
         return list(words)

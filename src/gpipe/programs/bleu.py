@@ -37,7 +37,7 @@ from gpipe.programs.translate import find_device, most_beams, translate_lines
 from gpipe.records import Record, append_record, make_record, without_places
 
 EXPERIMENT = "bleu"
-_MAX_LENGTH = 256  # of a translation, or as long as the sentences that the model was trained on
+_MAX_LENGTH = 256  # of a translation; more if the model was trained on longer sentences
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
 
 
@@ -56,7 +56,7 @@ def translate_split(
 ) -> dict[str, tuple[list[str], list[str]]]:
     """Return the translations and the references of the first `limit` sentences of each language.
 
-    All languages are translated together, so that batches of like lengths are large.
+    All languages are translated together, so that batches of similar lengths are large.
     """
     sources, references = [], []
     counts = [
@@ -93,26 +93,26 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
 
 
 def print_scores(results: Mapping[str, Any]) -> None:
-    """Print one row per language, the richest in training pairs first, the averages, and how the scores are made."""
+    """Print one row per language, the most training pairs first, then the averages and the scores' signatures."""
     table = Table()
     for name in ("language", "group", "training pairs", "sentences", *COLUMNS.values()):
         table.add_column(name, justify="left" if name in ("language", "group") else "right")
     for language, row in results["languages"].items():
         counts = (f"{row['num_train_pairs']:,}", f"{row['num_sentences']:,}")
-        table.add_row(language, row["group"], *counts, *_shown(row))
+        table.add_row(language, row["group"], *counts, *_format_scores(row))
     table.add_section()
     for group, row in results["averages"].items():
-        table.add_row("average", group, "", "", *_shown(row))
+        table.add_row("average", group, "", "", *_format_scores(row))
     Console().print(table)
     print("\n".join(f"{COLUMNS[name]}: {signature}" for name, signature in results["signatures"].items()))
 
 
-def _shown(row: Mapping[str, Any]) -> list[str]:
+def _format_scores(row: Mapping[str, Any]) -> list[str]:
     return [f"{row[name]:.1f}" for name in COLUMNS]
 
 
 def score_model(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
-    """Translate and score the sentences that the options name; return the results of the record."""
+    """Translate and score the sentences that the options select; return the record's results."""
     within("--beam", options.beam, 1, most_beams(model))
     data, asked = model.data, options.languages
     settings: dict[str, Any] = {"tokenizer": model.tokenizer, "max_tokens": data.max_tokens, "cache": data.cache}
@@ -133,7 +133,7 @@ def score_model(model: TrainedModel, options: argparse.Namespace) -> dict[str, A
 
 
 def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], device: torch.device) -> Record:
-    """Return the record of one run's scores; words: the command line that scores it alone."""
+    """Return the record of one run's scores; `words` is the command line that scores this run alone."""
     return make_record(
         kind="measured",
         command=shlex.join(["python", "bleu.py", *words]),
@@ -146,12 +146,12 @@ def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], de
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line; score and record one run after the other."""
+    """Read the command line; score and record the runs in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="run", help="a run, a checkpoint, or checkpoints/best: its folder")
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--languages", nargs="+", help="codes; default: all that the model was trained on")
-    parser.add_argument("--limit", type=int, help="translate only the first so many sentences of each language")
+    parser.add_argument("--limit", type=int, help="translate only this many sentences of each language, the first ones")
     parser.add_argument("--beam", type=int, default=4, help="hypotheses per sentence")
     parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
     parser.add_argument("--record", type=Path, help="the .jsonl file to which the record is added")

@@ -1,4 +1,4 @@
-"""Settings -> layers, pipeline, tracker, trainer. The programs alone know both; below them nobody sees a config."""
+"""Build layers, pipeline, tracker and trainer from settings. No code below the programs sees a config."""
 
 import shlex
 import sys
@@ -43,17 +43,17 @@ from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
-_NAME_LENGTH = 64  # of a run, where it is mirrored
+_NAME_LENGTH = 64  # of a run's name in a mirror of its log
 _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
 
 
 def check_model(run: RunConfig) -> None:
-    """Refuse, before processes start, a model of another library that it does not make, or that takes no such data."""
+    """Refuse, before processes start, a model that its library does not have, or that does not take the data."""
     workload_of(run).check()
 
 
 def build_layers(run: RunConfig) -> nn.Sequential:
-    """Describe the whole model; where it can be, on the meta device, where the pipeline fills its own layers."""
+    """Describe the whole model, if possible on the meta device; the pipeline then fills its own layers."""
     return workload_of(run).layers()
 
 
@@ -84,7 +84,9 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if (options := compile_options_of(run)) is not None:
         if workload.final_drop_path:
-            set_drop_path(pipeline.layers, workload.final_drop_path)  # masks from the first step on: one variant less
+            set_drop_path(
+                pipeline.layers, workload.final_drop_path
+            )  # masks from the first step on: one variant fewer to compile
         pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), **options)
     if run.trainer.cuda_graphs:
         pipeline.use_cuda_graphs()
@@ -96,8 +98,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
 def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, enabled: bool) -> Tracker:
     """Open the run's log in its folder; only one process of a run enables it.
 
-    The run is called after its overrides, and stands in a group with the others of its experiment. Where the log is
-    mirrored, the settings there have the command, the commit and the versions too.
+    The run is named after its overrides and grouped with the other runs of its experiment. Mirrors of the log also get
+    the command, the commit and the versions.
     """
     goes_on_from = None
     if run.trainer.resume_from is not None:
@@ -121,7 +123,7 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
 
 
 def _shorten(overrides: Sequence[str]) -> str:
-    """Return what distinguishes a run from the others of its experiment, on at most 64 characters."""
+    """Return what distinguishes a run from others of its experiment, in at most 64 characters."""
     pairs = [item.lstrip("+~").partition("=") for item in overrides if "=" in item]
     said = [(key, value) for key, _, value in pairs if key.partition(".")[0] not in _NOT_IN_NAMES]
     words = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in said)
@@ -146,10 +148,17 @@ def build_trainer(
     tracker: Tracker,
     on_timeline: Callable[[Timeline], None],
 ) -> Trainer:
-    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint.
+    """Build the data, the optimiser and the training loop around a pipeline, and load a checkpoint if there is one.
 
-    That is the newest one in the run's own folder, else the one that the settings name, if they do.
-    folder: the run's. on_timeline: takes each recorded timeline, on every process.
+    The newest checkpoint in the run's own folder comes first, then the one that the settings name.
+
+    Args:
+        run: the settings.
+        pipeline: this process's part of the pipeline.
+        place: this process.
+        folder: the run's folder.
+        tracker: the run's log.
+        on_timeline: called with each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
     pin_memory = place.device_type == "cuda"
@@ -159,10 +168,10 @@ def build_trainer(
         train_loader = RepeatedLoader(train_loader, settings.overfit_batches)
     statistics_loader = None
     if workload.has_batch_norm and settings.evaluation.statistics_batches is not None:
-        # A loader of its own: training is in the midst of an epoch of the other.
+        # A separate loader, because training is in the middle of an epoch of the other one.
         statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
         if isinstance(statistics_loader, ImageLoader) and isinstance(train_loader, ImageLoader):
-            statistics_loader.broken_images = train_loader.broken_images  # of the same images: each is named once
+            statistics_loader.broken_images = train_loader.broken_images  # shared, so that each is reported once
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     if settings.profile_step is not None and settings.profile_step >= num_steps:
@@ -186,7 +195,7 @@ def build_trainer(
     optimizer = build_run_optimizer(run.optimizer, pipeline.named_parameters(), rate)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
         optimizer = ShardedOptimizer(optimizer, pipeline.job)
-    # Checkpoints keep what was asked for.
+    # Only what is built: checkpoints keep the settings as the user gave them.
     settled = settle_precision(run, detect_accelerator(place.device_type)).trainer
     trainer = Trainer(
         pipeline=pipeline,
@@ -236,10 +245,10 @@ def build_trainer(
         non_finite=settings.non_finite.action.value,
         max_skipped_steps=settings.non_finite.max_skipped_steps,
         asked_to_stop=partial(stops.find_reason, settings.max_hours),
-        config={**to_plain(run), **kept, **_names(workload)},
+        config={**to_plain(run), **kept, **_collect_names(workload)},
     )
     if trainer.resume():
-        progress.message(f"going on after step {pipeline.step}")
+        progress.message(f"resuming after step {pipeline.step}")
         return trainer
     if settings.resume_from is not None:
         checkpoint = find_kindred("trainer.resume_from", settings.resume_from, kept)
@@ -247,12 +256,12 @@ def build_trainer(
         refuse_other_labels(settings.resume_from, manifest, source, workload.class_names)
         trainer.resume(checkpoint)
         return trainer
-    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
+    tracker.rewind(0)  # steps of an earlier session that saved nothing are repeated
     if run.init_from is not None:
         start = find_kindred("init_from", run.init_from, kept)
         progress.message(f"starting from the weights of {start}")
         replaced = workload.replaced(pipeline.layers, read_shapes(start))
-        if any(pipeline.job.gather(bool(replaced))) and _was_begun_likewise(start, run.seed):
+        if any(pipeline.job.gather(bool(replaced))) and _was_fine_tuned_with(start, run.seed):
             progress.message(
                 f"warning: {start} was fine-tuned with seed={run.seed} too, so this run begins with the softmax layer "
                 "that its features were trained with: set another seed."
@@ -261,14 +270,14 @@ def build_trainer(
     return trainer
 
 
-def _was_begun_likewise(start: Path, seed: int) -> bool:
-    """Return whether the run of a checkpoint began with other weights itself and had this seed; a file does not say."""
+def _was_fine_tuned_with(start: Path, seed: int) -> bool:
+    """Return whether a checkpoint's run was itself fine-tuned with this seed; a file has no settings, so False."""
     saved = {} if start.is_file() else Manifest.read(start).config
     return saved.get("init_from") is not None and saved.get("seed") == seed
 
 
-def _names(workload: Workload) -> dict[str, Any]:
-    """Return the names that checkpoints remember beside the settings."""
+def _collect_names(workload: Workload) -> dict[str, Any]:
+    """Return the names that checkpoints store beside the settings."""
     model_names, class_names = workload.model_names, workload.class_names
     return ({} if model_names is None else {"model_names": dict(model_names)}) | (
         {} if class_names is None else {CLASS_NAMES: list(class_names)}
@@ -276,7 +285,7 @@ def _names(workload: Workload) -> dict[str, Any]:
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
-    """Return a warning where training ends within the warm-up."""
+    """Return a warning if training ends within the warm-up."""
     schedule, trainer = run.schedule, run.trainer
     if schedule.warm_up_steps is not None:
         setting, warm_up_steps = f"schedule.warm_up_steps={schedule.warm_up_steps}", schedule.warm_up_steps

@@ -21,9 +21,9 @@ from gpipe.programs.workloads import workload_of
 
 
 def calibrate(run: RunConfig) -> None:
-    """Measure the layers in as many processes at once as the run has, and write what the first one finds.
+    """Measure the layers in as many concurrent processes as the run has, and write the first one's results.
 
-    Processors share memory and caches: alone, a process would be faster than beside the others.
+    Processes share memory and caches, so a process alone would be faster than beside the others.
     """
     processes.run(_measure, describe_processes(run, FOLDER), run)
 
@@ -34,7 +34,7 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
     accelerator = detect_accelerator(place.device_type)
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
-    # A GPU's host is ahead of it.
+    # Only a CPU's seconds per task are measured: a GPU's host runs ahead of it.
     task_seconds = accelerator.task_seconds if accelerator.is_gpu else measure_task_seconds()
     if not place.is_main:
         return

@@ -1,4 +1,4 @@
-"""Where the measured seconds of a run's layers are kept."""
+"""The files that store the measured seconds of a run's layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = Path("runs/calibrations")
 
 
 def find_calibration(run: RunConfig, accelerator: Accelerator) -> Calibration | None:
-    """Return the calibration of a run's layers on a kind of accelerator; None where nobody has made it.
+    """Return the calibration of a run's layers on a kind of accelerator; None if there is none.
 
     Raises:
         ValueError: its file is damaged.
@@ -38,18 +38,18 @@ def find_calibration(run: RunConfig, accelerator: Accelerator) -> Calibration | 
 
 
 def find_path(origin: dict[str, Any]) -> Path:
-    """Return where the calibration of an origin is."""
+    """Return the path of the calibration with an origin."""
     return FOLDER / f"{origin['model']['family']}-{_digest(origin)[:12]}.json"
 
 
 def describe_origin(run: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """Return of what, and on what, seconds are: plans of the same origin use them."""
+    """Describe what was measured, and on what; plans with the same origin use the calibration."""
     workload, settled = workload_of(run), settle_precision(run, accelerator)
     tensors = {name: [*tensor.shape, str(tensor.dtype)] for name, tensor in workload.layers().state_dict().items()}
     example = *Payload.of(workload.inputs(2)).tensors, *Payload.of(workload.targets(2)).tensors
     origin = {
         "model": to_plain(run)["model"],
-        "tensors": _digest(tensors),  # the data too decide their sizes
+        "tensors": _digest(tensors),  # their sizes also depend on the data
         "loss": [type(workload.loss()).__name__, run.trainer.label_smoothing],
         "examples": [[*tensor.shape[1:], str(tensor.dtype)] for tensor in example],
         "device": accelerator.name,

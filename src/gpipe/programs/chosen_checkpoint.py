@@ -1,4 +1,4 @@
-"""The checkpoint that a setting names: found, and refused where it does not belong to the run."""
+"""Find the checkpoint that a setting names, and refuse one that does not fit the run."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +14,7 @@ from gpipe.records import RESUMED_MAY_DIFFER, differences
 
 
 def check_checkpoints(run: RunConfig) -> None:
-    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another, or a finished, run."""
+    """Refuse a missing checkpoint, and to resume from one that has other settings or nothing left to train."""
     for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
         if value is not None:
             choose_checkpoint(setting, value)
@@ -29,9 +29,9 @@ def check_checkpoints(run: RunConfig) -> None:
 
 
 def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
-    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own.
+    """Refuse to resume from a state at which training would end at once, without saving a checkpoint.
 
-    Patience begins anew, whatever the other run had left of it.
+    Patience is not checked: it starts anew.
     """
     position = saved.position
     reached = {
@@ -57,15 +57,15 @@ def check_earlier(run: RunConfig, folder: Path) -> None:
 
 
 def newest_manifest(folder: Path) -> Manifest | None:
-    """Return what the newest good checkpoint in a run's folder says, None where there is none."""
+    """Return the manifest of the newest good checkpoint in a run's folder; None if there is none."""
     for path in checkpoints.list_newest_first(folder / "checkpoints"):
-        with suppress(DamagedCheckpoint):  # the trainer names it
+        with suppress(DamagedCheckpoint):  # the trainer reports it
             return Manifest.read(path)
     return None
 
 
 def find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
-    """Find a checkpoint, and refuse one that was saved with other files than this run has."""
+    """Find a checkpoint, and refuse one that was saved with other files than this run's."""
     path = choose_checkpoint(setting, value)
     saved = read_metadata(path) if path.is_file() else Manifest.read(path).config
     refuse_other_files(f"{setting} is {value}", saved, kept)
@@ -73,23 +73,23 @@ def find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
 
 
 def refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str, str]) -> None:
-    """Raise ConfigError where a checkpoint, which `subject` names, was `saved` with other files than `kept`."""
+    """Raise ConfigError if a checkpoint, which `subject` names, was `saved` with other files than `kept`."""
     for name, digest in kept.items():
         if (other := saved.get(name)) != digest:
             what = name.removesuffix("_sha256")
             raise ConfigError(
                 f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
-                f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
+                f"{digest[:12]}...: set data.{what} to the one in the folder of the checkpoint's run."
             )
 
 
 def choose_checkpoint(setting: str, value: str) -> Path:
-    """Return the checkpoint that the value of a setting means, or for init_from an exported file.
+    """Return the checkpoint that a setting names; for init_from, it may be an exported file.
 
-    `checkpoint` is what a program is to use, so it means a run's best checkpoint; a training begins with the latest.
+    Of a run's checkpoints, `checkpoint` means the best one, and the settings of a training mean the latest.
 
     Args:
-        setting: its name: checkpoint, init_from or trainer.resume_from.
+        setting: its name: checkpoint, evaluate, init_from or trainer.resume_from.
         value: see `gpipe.checkpoint.folder.find_checkpoint`.
 
     Raises:

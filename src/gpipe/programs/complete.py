@@ -1,4 +1,4 @@
-"""Fill in the settings that the data or the model decides, where they are null."""
+"""Fill in the null settings that the data or the model determines."""
 
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -19,14 +19,14 @@ _Run = TypeVar("_Run", bound=RunConfig)
 
 
 def check_run_data(run: RunConfig) -> None:
-    """Refuse missing or wrong data of a run, in well under a second."""
+    """Refuse a run's data if they are missing or wrong, in well under a second."""
     data = run.data
     share = data.validation_share if isinstance(data, OwnImagesConfig | TextFolderConfig) else None
     check_data(data.name, data.root, getattr(data, "num_classes", None), share, getattr(data, "languages", None))
 
 
 def refuse_too_few_images(run: RunConfig) -> None:
-    """Refuse to train on fewer images than a mini-batch has, before any data are looked at."""
+    """Refuse to train on fewer images than a mini-batch has, without looking at the data."""
     most = run.data.max_images if isinstance(run.data, ImagesConfig) else None
     if most is not None and most < run.trainer.batch_size:
         raise ConfigError(
@@ -36,9 +36,9 @@ def refuse_too_few_images(run: RunConfig) -> None:
 
 
 def complete(run: _Run) -> _Run:
-    """Return the settings with the number of classes or of tokens, and with what a model of timm expects of images.
+    """Return the settings with the number of classes or tokens, and with what a timm model expects of images.
 
-    Only timm itself knows its models, and it takes seconds to load; runs of other models do not wait for it.
+    timm takes seconds to load, and is loaded for its own models only.
 
     Raises:
         ConfigError: timm has no such model, or the classes cannot be counted.
@@ -55,7 +55,9 @@ def complete(run: _Run) -> _Run:
             found["num_classes"] = count_classes(data.name, data.root)
         except DataMissing as error:
             first, _, _ = str(error).partition("\n")
-            raise ConfigError(f"data.num_classes is null, and they cannot be counted ({first}): set it.") from None
+            raise ConfigError(
+                f"data.num_classes is null, and the classes cannot be counted ({first}): set it."
+            ) from None
     if isinstance(data, ImageTableConfig) and data.several_labels is None:
         found["several_labels"] = tell_several_labels(data.name, data.root)
     if isinstance(run.model, TimmConfig):
@@ -64,7 +66,7 @@ def complete(run: _Run) -> _Run:
 
 
 def without_fetching(run: RunConfig) -> RunConfig:
-    """Return the settings for a model whose weights come from a checkpoint: timm fetches none."""
+    """Return the settings for a model whose weights come from a checkpoint, so that timm downloads none."""
     if isinstance(run.model, TimmConfig):
         return replace(run, model=replace(run.model, pretrained=False))
     return run

@@ -31,7 +31,7 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 
     Args:
         composed: the settings, `evaluate` among them.
-        folder: for the processes; it is empty afterwards.
+        folder: for the processes' use; it is empty afterwards.
         overrides: the words of the command line.
     """
     with report_errors(debug=composed.launch.debug):
@@ -56,10 +56,10 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 
 
 def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path) -> None:
-    """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
+    """Build this process's part of the run, load a checkpoint and evaluate it; the first process prints.
 
-    Batch norms have the statistics that were saved, if an evaluation had estimated those. Else they are estimated here,
-    as before an evaluation of the training, and also where another number of mini-batches is wanted than there.
+    Batch norms use the saved statistics if an evaluation had estimated them. Otherwise, or if the settings ask for
+    another number of mini-batches, they are estimated here, as before an evaluation in training.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -87,7 +87,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     layers = build.build_layers(run)
     layout = share_layout(run, layers, place)
     pipeline = build.build_pipeline(run, layers, layout, place)
-    del layers, layout  # other stages' layers may have memory, which ends here
+    del layers, layout  # frees the memory that other stages' layers may hold
     pin_memory = place.device_type == "cuda"
     loaders = workload.evaluation_loaders(pipeline, pin_memory=pin_memory)
     ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
@@ -108,7 +108,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
         if settings.statistics_batches is not None and _has_training_data(run, manifest):
             statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
             statistics_loader.set_epoch(manifest.position.epoch)
-        elif place.is_main:  # what is wanted on other data was refused before
+        elif place.is_main:  # stale: estimates that the user asked for on other data were refused before
             print(f"warning: {next(iter(stale.values()))}", file=sys.stderr)
     source = checkpoint.parent.parent
     other = describe_other_labels(str(checkpoint), manifest, source, workload.class_names) if place.is_main else None
@@ -134,7 +134,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
 
 def _wants_estimates(run: RunConfig, manifest: Manifest) -> bool:
-    """Return whether batch norms are to have the statistics of another number of mini-batches than in training."""
+    """Return whether the settings ask for batch norm statistics of another number of mini-batches than in training."""
     trained = from_plain(manifest.config).trainer.evaluation.statistics_batches
     return run.trainer.evaluation.statistics_batches not in (None, trained)
 

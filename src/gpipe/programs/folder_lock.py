@@ -1,6 +1,6 @@
-"""A run's folder belongs to one process at a time: a lock on a file in it says so, and the file says whose it is.
+"""Lock a run's folder for one process at a time. The lock is on a file in the folder that names its holder.
 
-The lock ends with its process, however that ends; a file that a killed process left behind locks nothing.
+However the process ends, its lock ends with it; a file that a killed process left behind locks nothing.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_FILE = ".lock"
-_TRIES = 100  # whoever removes an empty folder, or its own lock, may do it between two steps of another's
+_TRIES = 100  # another process may remove an empty folder or its own lock between two of our steps
 _ORPHAN_SECONDS = 1.0
 _MAX_BYTES = 200  # of a holder's name
 _held: set[int] = set()  # this process's descriptors
@@ -24,14 +24,14 @@ class FolderHeld(Exception):
 
 @contextmanager
 def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
-    """Hold a folder, which is made where there is none, while the body runs.
+    """Hold a folder while the body runs; create it if it does not exist.
 
     Args:
         folder: the folder.
-        is_new: take it only if nobody has ever left anything in it.
+        is_new: refuse a folder that is not empty.
 
     Raises:
-        FolderHeld: another process holds it, or has left something in one that should be new.
+        FolderHeld: another process holds the folder, or it should be new and is not empty.
     """
     descriptor = _lock(folder, os.O_EXCL if is_new else 0)
     _held.add(descriptor)
@@ -62,12 +62,12 @@ def _lock(folder: Path, flags: int) -> int:
 def _open(folder: Path, flags: int) -> int:
     try:
         return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o644)
-    except FileExistsError:  # even where locks do not work, two runs do not both make it
+    except FileExistsError:  # with O_EXCL, even without working locks only one run creates the file
         raise FolderHeld(f"{folder} was taken a moment ago") from None
 
 
 def _is_locked(folder: Path, descriptor: int) -> bool:
-    """Lock the file; return False where its holder has just removed it.
+    """Lock the file; return False if its holder has just removed it.
 
     Raises:
         FolderHeld: another process holds it; the file is closed.
@@ -78,7 +78,7 @@ def _is_locked(folder: Path, descriptor: int) -> bool:
         holder = _read_holder(descriptor)
         os.close(descriptor)
         raise FolderHeld(f"{folder} is in use by {holder}") from None
-    except OSError:  # a file system without locks: nobody can tell there
+    except OSError:  # a file system without locks: there, holders cannot be detected
         pass
     if not _is_in(folder, descriptor):
         return False
@@ -89,7 +89,7 @@ def _is_locked(folder: Path, descriptor: int) -> bool:
 
 
 def _lock_file(descriptor: int) -> None:
-    """Lock a file; wait a moment for what its dead holder has just forked, which lets go as soon as it runs.
+    """Lock a file; wait a moment if a dead holder has just forked, because its child unlocks as soon as it runs.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -105,7 +105,7 @@ def _lock_file(descriptor: int) -> None:
 
 
 def _is_dead(holder: str) -> bool:
-    """Return whether a holder is known to have ended: one of this host, whose process is gone."""
+    """Return whether a holder is known to have ended: it is of this host, and its process is gone."""
     word, _, rest = holder.partition(" ")
     number, _, host = rest.partition(" on ")
     if word != "process" or host != socket.gethostname() or not number.isdecimal():
@@ -131,11 +131,11 @@ def _read_holder(descriptor: int) -> str:
     return text if text.isprintable() and text else "another process"
 
 
-def _let_go() -> None:
-    """Close what a forked process has inherited: one that loads data must not hold the folder of a run that is dead."""
+def _close_inherited() -> None:
+    """Close the locks that a forked process inherits: a data worker must not hold the folder of a dead run."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -31,10 +31,10 @@ class Outcome:
 
     Attributes:
         status: "done", "failed" or "not run".
-        overrides: The job's.
+        overrides: The job's overrides.
         data: The name of the data set.
         reason: Why the job is not done.
-        config: All settings of a job that failed in training, or for which this machine has too few devices; None where
+        config: All settings of a job that failed in training, or for which this machine has too few devices; None if
             the data are missing.
     """
 
@@ -61,7 +61,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def read_jobs(folder: Path) -> list[SweepJob]:
-    """Read the jobs in a sweep's folder that have ended, in the order of their settings.
+    """Read the ended jobs in a sweep's folder, ordered by their settings.
 
     Raises:
         ValueError: the file of an outcome or a record is damaged.
@@ -111,52 +111,52 @@ def summarize(folder: Path, jobs: Sequence[SweepJob], others: Sequence[SweepJob]
 
     Args:
         folder: the sweep's.
-        jobs: its own.
-        others: the other jobs in its folder, which are named alone.
+        jobs: its own jobs.
+        others: the other jobs in its folder, of which only the names are shown.
     """
     shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
     means = "".join(f"\n{line}\n" for line in _average_seeds(jobs))
     if others:
         names = ", ".join(sorted(job.folder.name for job in others))
-        means += f"\nleft out, because this sweep did not do them: {names}\n"
-    table = _written(_table(jobs, shown))
+        means += f"\nleft out, because this sweep did not run them: {names}\n"
+    table = _render(_table(jobs, shown))
     path = folder / SUMMARY_FILE
     write_flushed(path, table + means)
     if sys.stdout.isatty():
         columns = get_terminal_size().columns
         while shown and len(table.partition("\n")[0]) > columns:
-            table = _written(_table(jobs, shown := shown[:-1]))
+            table = _render(_table(jobs, shown := shown[:-1]))
     print(f"\n{table}{means}")
     counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
     print(f"{counts}; the table is in {path}", flush=True)
 
 
-def _written(table: Table) -> str:
+def _render(table: Table) -> str:
     """Return a table as lines of text."""
-    text = StringIO()  # no terminal: else the file would have its colours
-    Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, no markup
+    text = StringIO()  # not a terminal, so without colours
+    Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, not markup
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
 
 
 def describe_best(jobs: Sequence[SweepJob]) -> str:
     """Return a line on the job of a search with the largest top-1; empty if none has one."""
-    scores = {job.folder.name: (job.record.results.get("top1"), job) for job in jobs if job.record is not None}
-    known = {name: (top1, job) for name, (top1, job) in scores.items() if top1 is not None}
+    scores = [(job.record.results.get("top1"), job) for job in jobs if job.record is not None]
+    known = [(top1, job) for top1, job in scores if top1 is not None]
     if not known:
         return ""
-    name = max(known, key=lambda name: known[name][0])
-    top1, job = known[name]
-    return f"the best trial is {name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
+    top1, job = max(known, key=lambda pair: pair[0])
+    return f"the best trial is {job.folder.name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
 
 
 def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
-    """Return a line per group of jobs that differ in their seeds alone: mean and standard deviation of each figure."""
+    """Return a line per group of jobs that differ only in their seeds: mean and standard deviation of each figure."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for job in jobs:
         if job.record is not None:
             words = _settings(job)
             others = (f"{key}={value}" for key, value in words.items() if key != "seed")
-            # Words do not say what is in files. Some follow from the seed, and the memory is the host's.
+            # Overrides do not show what is in files, so settings are compared too: without those that depend on the
+            # seed, and without the memory limit, which depends on the host.
             of_seed = (key for key, value in words.items() if "${seed}" in f"{value}")
             found = without(("seed", "pipeline.memory_limit_bytes", *of_seed), job.record.settings)
             settings = json.dumps(found, sort_keys=True)
@@ -168,7 +168,7 @@ def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
         for figure in _FIGURES[:3]:
             values = [value for record in records if (value := figure.value(record)) is not None]
             if len(values) > 1:
-                parts.append(f"{figure.name} {figure.written(mean(values))} ± {figure.written(stdev(values))}")
+                parts.append(f"{figure.name} {figure.format(mean(values))} ± {figure.format(stdev(values))}")
         if parts:
             own = " ".join(word for word in name.split() if word not in shared) if len(groups) > 1 else ""
             lines.append(f"{own}{': ' if own else ''}{', '.join(parts)} (mean and deviation over {len(records)} seeds)")
@@ -181,7 +181,7 @@ def _statuses(jobs: Sequence[SweepJob]) -> list[str]:
 
 
 def _table(jobs: Sequence[SweepJob], shown: Sequence["_Figure"]) -> Table:
-    """Return one row per job: the overrides in which the jobs differ, some of its figures, and its outcome.
+    """Return a table with one row per job: the overrides in which the jobs differ, some figures, and the outcome.
 
     Jobs that lack the same data or devices share a row.
     """
@@ -238,7 +238,7 @@ def _split_override(override: str) -> tuple[str, str]:
 
 
 def _settings(job: SweepJob) -> dict[str, str]:
-    """Return a job's overrides by key; experiment=a, which a table says, replaces +experiment=b of the command line."""
+    """Return a job's overrides by key; experiment=a of a grid replaces +experiment=b of the command line."""
     return dict(map(_split_override, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
 
 
@@ -248,11 +248,11 @@ class _Figure:
 
     name: str
     value: Callable[[Record], float | None]
-    written: Callable[[float], str]
+    format: Callable[[float], str]
 
     def cell(self, record: Record | None) -> str:
         value = None if record is None else self.value(record)
-        return "" if value is None else self.written(value)
+        return "" if value is None else self.format(value)
 
 
 def _result(name: str) -> Callable[[Record], float | None]:

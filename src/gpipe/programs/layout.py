@@ -1,4 +1,4 @@
-"""How a run's model lies on its stages: what plans that, and what the processes of a run share of the plan."""
+"""Plan how a run's model is divided over its stages, and share the plan with all processes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -38,17 +38,17 @@ from gpipe.programs.precision import (
 from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
 
-_TIMED_RUNS = 5  # of each layer that count
+_TIMED_RUNS = 5  # per layer, after the warm-up
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the first process of a run has cut the model, for all.
+    """How the first process of a run has cut the model, for all processes.
 
     Attributes:
         partitions: the number of layers of each stage.
-        rematerialize: a mode, or how many graphs each stage keeps at once.
-        planned: what has chosen them, and the step as planned with them; the first process's alone.
+        rematerialize: a mode, or the number of graphs that each stage keeps at once.
+        planned: the planner and the plan behind these choices; None except in the first process.
     """
 
     partitions: list[int]
@@ -57,9 +57,9 @@ class Layout:
 
 
 def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
-    """Choose the partitions and what is recomputed in the first process, and tell the others.
+    """In the first process, choose the partitions and what is recomputed, and send the choice to the others.
 
-    Two measurements never agree, and hosts may have different GPUs: processes that choose alone would never meet.
+    Measurements vary, and hosts may have different GPUs, so processes that chose for themselves would not agree.
 
     Raises:
         ValueError: the layers cannot be cut as the settings say.
@@ -70,8 +70,8 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
     memory = OperationMemory() if chooses and run.pipeline.partition_by is PartitionBy.measured_memory else None
     if memory is not None and place.device_type != "cpu":
         raise ConfigError(
-            f"pipeline.partition_by is measured_memory, but stages are on {place.device_type}, and only the memory of "
-            "processors is measured: set pipeline.partition_by=memory."
+            f"pipeline.partition_by is measured_memory, but stages are on {place.device_type}, and memory is "
+            "measured on CPUs only: set pipeline.partition_by=memory."
         )
 
     def decide(tell: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         planned = planner, plan
         tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
 
-    num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
+    num_messages = 1 + (len(layers) if measures else 0)  # each one restarts the others' time-out
     partitions, mode = json.loads(place.share_each("layout", num_messages, decide)[-1])
     return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planned)
 
@@ -123,7 +123,7 @@ def _zeros(value: Any, device: torch.device) -> Any:
 
 
 def accelerator_at_hand(run: RunConfig) -> Accelerator:
-    """Return what a run on this machine would compute with."""
+    """Return the kind of device that a run on this machine would use."""
     has_gpu = run.launch.device is not Device.cpu and torch.cuda.is_available()
     if run.launch.device is Device.cuda and not has_gpu:
         raise ConfigError(
@@ -134,7 +134,7 @@ def accelerator_at_hand(run: RunConfig) -> Accelerator:
 
 
 def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None = None) -> Setting:
-    """Return how the run's model is run, for planning; `place` knows better than the settings what was launched."""
+    """Return the planner's description of a run; `place` overrides the settings on whether processes were launched."""
     settings = run.pipeline
     if settings.rematerialize is RematerializeChoice.fit:
         mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
@@ -167,15 +167,15 @@ def build_planner(
     memory: OperationMemory | None = None,
     calibration: Calibration | None = None,
 ) -> Planner:
-    """Build what plans the run's steps on accelerators of one kind.
+    """Build the planner of a run's steps on accelerators of one kind.
 
     Args:
         run: the settings.
         accelerator: the kind.
-        efficiency: the share of the makers' peaks that is reached.
-        seconds: of each layer and the loss, measured with the run's largest micro-batch; None plans them.
-        memory: measures operations; None plans without.
-        calibration: corrects planned seconds, and has those of a task; None takes them as they are.
+        efficiency: the share of the maker's peak speeds that real work reaches.
+        seconds: the measured seconds of each layer and the loss with the run's largest micro-batch; None plans them.
+        memory: measures the memory of operations; None plans without it.
+        calibration: corrects planned seconds, including those per task; None uses them as they are.
     """
     run = settle_precision(run, accelerator)
     settings = run.pipeline
@@ -206,7 +206,7 @@ def build_planner(
     if seconds is not None:
         measured = partial(_take, seconds)
     elif calibration is not None:
-        # Its figures are shares of what this speed plans.
+        # Its figures are relative to the seconds planned at this speed.
         measured = partial(_correct, calibration, Speed.of(accelerator, precision_of(run)))
         speed = replace(speed, task_seconds=calibration.task_seconds)
     cut = Cutter(

@@ -13,7 +13,7 @@ from gpipe.training.optimizers import build_optimizer
 def build_run_optimizer(
     settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float, on_gpus: bool | None = None
 ) -> torch.optim.Optimizer:
-    """Build it for named parameters, at a learning rate."""
+    """Build the optimiser of named parameters, with a learning rate."""
     handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
     own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
     return build_optimizer(settings.name, parameters, rate, on_gpus=on_gpus, **own)

@@ -57,12 +57,12 @@ def record_outcome(
         folder: the run's folder.
         run: its settings.
         plan: how it was cut into stages.
-        summary: what training came to.
-        timeline: the last step that was recorded; None if none was.
+        summary: the results of training.
+        timeline: the last recorded step; None if none was recorded.
         place: this process.
         overrides: the words of the command line that choose the settings.
         tracker: gets the picture and the table of the outcome.
-        hints: whether to say what to try next.
+        hints: whether to suggest what to try next.
     """
     bubbles, has_picture = ("", False) if timeline is None else _write_timeline(folder, plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
@@ -96,10 +96,11 @@ def record_outcome(
 def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> tuple[str, bool]:
     """Write a step as a trace for Perfetto, and as a picture above its simulation.
 
-    In the simulation every task takes its measured mean time, each stage has a device, and transfers take no time.
+    In the simulation every task takes its mean measured time, each stage has its own device, and transfers take no
+    time. A file that cannot be written causes only a warning.
 
     Returns:
-        A line on its bubble, and whether there is a picture. A file that cannot be written is a warning.
+        A line on the step's bubble, and whether the picture was written.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
     schedule = replace(plan.setting, num_microbatches=num_microbatches).tasks
@@ -118,7 +119,7 @@ def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> tuple[str, 
 
 
 def _write_extra(path: Path, write: Callable[[Path], None]) -> bool:
-    """Write a file that a run can do without; return whether it is there, after a warning if not."""
+    """Write a file that a run can do without; return whether that worked, and warn if not."""
     try:
         with replacing(path) as partial:
             write(partial)
@@ -138,11 +139,11 @@ def _flatten(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe(run: RunConfig, summary: Summary) -> str:
-    """Return one line on the result; a long wait for data is mentioned, with its remedy."""
+    """Return one line on the result, with a remedy if training waited long for data."""
     minutes, seconds = divmod(round(summary.seconds), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
     waited = summary.wait_seconds / max(summary.seconds, 1e-9)
-    took += f", {waited:.1%} of them waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
+    took += f", {waited:.1%} of it waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
     name_of_set, metrics = next(iter(summary.evaluation.items()), ("", {}))
     figures = (("F1", metrics.get("f1")), ("top-1", summary.top1), ("top-5", summary.top5))
     accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
@@ -156,13 +157,13 @@ def _describe(run: RunConfig, summary: Summary) -> str:
 
 
 def _describe_patience(run: RunConfig, summary: Summary) -> str:
-    """Say that patience ended the training, and what the best evaluation found; "" where it did not."""
+    """Say that patience ended the training, with the best evaluation's figures; "" if it did not."""
     best, patience = summary.least_loss, run.trainer.evaluation.patience
     if patience is None or _is_whole(run, summary):
         return ""
     top1 = f", top-1 {best['top1']:.1%}" if "top1" in best else ""
     return (
-        f"\nIt ended there because {patience} evaluations in a row had no smaller loss than that after step "
+        f"\nIt ended there because {patience} evaluations in a row had no lower loss than the one after step "
         f"{best['step']:.0f}: loss {best['loss']:.3f}{top1}."
     )
 
@@ -187,7 +188,7 @@ def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[
 
 
 def _lengthen(run: RunConfig, summary: Summary) -> list[str]:
-    """Return the overrides with which the training goes on: twice the length, or no end by patience."""
+    """Return the overrides that continue the training: twice the length, or no patience."""
     trainer = run.trainer
     if not _is_whole(run, summary):
         return ["trainer.evaluation.patience=null"]
@@ -202,7 +203,7 @@ def _is_whole(run: RunConfig, summary: Summary) -> bool:
 
 
 def _merge_stages(run: RunConfig) -> list[str]:
-    """Return the overrides with which the model is trained in one process, in one stage."""
+    """Return the overrides that train the model in one process, as one stage."""
     alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
     if run.launch.num_replicas > 1:
         alone.append("launch.num_replicas=1")

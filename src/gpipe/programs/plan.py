@@ -1,4 +1,4 @@
-"""What happens between the checked settings of a plan and its printed answer."""
+"""Plan a run with checked settings, and print the plan."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _QUIET_SECONDS = 5.0
 
 
 def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
-    """Return the settings of a plan with what pipeline=auto chooses; what is to be measured is measured before.
+    """Return the settings of a plan with the choices of pipeline=auto; with calibrate=true, measure first.
 
     Args:
-        composed: by Hydra.
-        words: of the command line.
+        composed: the settings as Hydra composed them.
+        words: the words of the command line.
     """
     chosen = to_run(choose_pipeline(composed, words, find_devices))
     if not composed.calibrate:
@@ -44,7 +44,7 @@ def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
 
 
 def find_devices(run: RunConfig, num_processes: int | None = None) -> DevicesToUse:
-    """Return the devices that a plan is for, as many as the processes that the command line names."""
+    """Return the devices that a plan is for; the command line may set their number as a number of processes."""
     assert isinstance(run, PlanConfig)
     count = run.num_devices or num_processes
     if num_processes not in (None, count):
@@ -71,10 +71,10 @@ def _find_accelerator(plan: PlanConfig) -> Accelerator:
 
 
 def start(plan: PlanConfig) -> None:
-    """Print the plan of a run, or what was to be found; an error is one message and an exit with status 1."""
+    """Print the plan of a run or of the largest model; an error is one message and an exit with status 1."""
     with report_errors(debug=plan.launch.debug):
         accelerator = _find_accelerator(plan)
-        layers = workload_of(plan).layers()  # held meanwhile: it takes seconds to cut up another library's model
+        layers = workload_of(plan).layers()  # kept alive, because tracing another library's model takes seconds
         if plan.calibrate:
             calibrate(plan)
         planner = _build_planner(plan, accelerator) if plan.find is None else _find_largest(plan, accelerator)
@@ -88,14 +88,14 @@ def _build_planner(plan: PlanConfig, accelerator: Accelerator) -> Planner:
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
-    """Return the planner of the largest model that fits, and say how large it is."""
+    """Return the planner of the largest model that fits, and print its size."""
     assert plan.find is not None
     name, setting = plan.find.value, build_setting(plan, accelerator)
     is_amoebanet = isinstance(plan.model, AmoebaNetConfig)
     if isinstance(plan.model, TimmConfig | TransformersConfig):
         raise ConfigError(
-            f"find is {name}, but model.name and model.arguments say the size of a model of {plan.model.family}: set "
-            "those, and find=null."
+            f"find is {name}, but model.name and model.arguments determine the size of a {plan.model.family} model: "
+            "set those, and find=null."
         )
     if not is_amoebanet and plan.find is Find.num_filters:
         raise ConfigError(f"find is {name}, but a {plan.model.family} has none: set find=num_layers.")

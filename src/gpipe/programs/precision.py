@@ -1,4 +1,4 @@
-"""The precision of a run's products, which its settings may leave to the device, and the kernels that make them."""
+"""The precision of a run's products, which its settings may leave to the device, and the kernels that compute them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +15,10 @@ from gpipe.training.numerics import set_numerics
 
 
 def settle_precision(run: RunConfig, accelerator: Accelerator) -> RunConfig:
-    """Return a run whose settings say what `autocast: auto` and `channels_last: null` come to on a device.
+    """Return a run with `autocast: auto` and `channels_last: null` resolved for a device.
 
-    bfloat16 where the device has units for it, and channels last on a GPU, whose units for convolutions read them so.
+    That is bfloat16 if the device has hardware for it, and channels last on a GPU, whose convolution units read that
+    format.
     """
     is_faster = accelerator.flops_per_second("bfloat16") > accelerator.flops_per_second("float32")
     found = Autocast.bfloat16 if is_faster else Autocast.none
@@ -30,13 +31,13 @@ def settle_precision(run: RunConfig, accelerator: Accelerator) -> RunConfig:
 
 
 def precision_of(run: RunConfig) -> str:
-    """Return the type of data of a run's products, once it is settled."""
+    """Return the data type of a run's products; the precision must be settled."""
     assert run.trainer.autocast is not Autocast.auto
     return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value
 
 
 def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of forward passes in a precision, once it is settled."""
+    """Return a factory of contexts for forward passes in a precision, which must be settled."""
     assert precision is not Autocast.auto
     if precision is Autocast.none:
         return nullcontext
@@ -44,12 +45,12 @@ def build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstra
 
 
 def choose_kernels(run: RunConfig) -> None:
-    """Let torch take, in this process, the kernels that the run may take; call it before the first product on a GPU."""
+    """Tell torch which kernels the run may use in this process; call this before the first product on a GPU."""
     set_numerics(**kernels_of(run), tries_kernels=not workload_of(run).varies_in_length)
 
 
 def kernels_of(run: RunConfig) -> dict[str, Any]:
-    """Return what the run's settings say of kernels."""
+    """Return the run's settings of kernels."""
     precision = run.trainer.float32_matmul_precision
     return {
         "deterministic": bool(run.trainer.deterministic),
@@ -58,9 +59,9 @@ def kernels_of(run: RunConfig) -> dict[str, Any]:
 
 
 def compile_options_of(run: RunConfig) -> dict[str, Any] | None:
-    """Return torch.compile's options for the run's layers; None where they run as they are."""
+    """Return torch.compile's options for the run's layers; None if they are not compiled."""
     if not run.trainer.compile:
         return None
-    # Layers for sentences are compiled for any length, once there is a second one; inductor fails on AmoebaNet's cells
-    # for images of any number.
+    # Layers for sentences are compiled for any length, once there is a second one. Inductor cannot compile AmoebaNet's
+    # cells for any number of images.
     return {"dynamic": None if workload_of(run).varies_in_length else False}

@@ -1,4 +1,4 @@
-"""What happens between the checked settings of a prediction and its answers."""
+"""Classify images with checked settings, and print or write the answers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ _GRID_SIDE = 6
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A trained model of images, on one device, in evaluation mode.
+    """A trained image classifier, on one device, in evaluation mode.
 
-    transform: from a decoded image to the model's input. class_names: by label. has_several_labels: whether an image
-    may have several, each with a probability of its own.
+    Attributes:
+        transform: turns a decoded image into the model's input.
+        class_names: the classes by label.
+        has_several_labels: whether an image may have several labels, each with its own probability.
     """
 
     layers: nn.Sequential
@@ -90,8 +92,11 @@ def start(settings: PredictConfig) -> None:
         if settings.grid is not None and shown:
             with replacing(Path(settings.grid)) as path:
                 _draw(shown, path)
-        if num_broken == len(paths):
-            raise ConfigError(f"images is {settings.images}, of which no image can be decoded: name others.")
+        num_classified = len(paths) - num_broken
+        if num_classified == 0:
+            raise ConfigError(f"images is {settings.images}, where no image can be decoded: name other images.")
+        if written := _describe_written(settings, num_classified, len(paths), len(shown)):
+            print(f"wrote {written}", file=sys.stderr)
 
 
 def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
@@ -111,7 +116,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     layers = build_layers(run)
     load_layers(path, layers)
     class_names = read_class_names(manifest, path.parent.parent)
-    if class_names is None or len(class_names) != workload.num_classes:  # of an older version, or changed by hand
+    if class_names is None or len(class_names) != workload.num_classes:  # saved by an older version, or edited by hand
         class_names = [f"class {label}" for label in range(workload.num_classes)]
     transform = workload.evaluation_transform()
     return TrainedClassifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
@@ -136,7 +141,7 @@ def _find_images(place: Path) -> list[Path]:
 
 
 def _answers(model: TrainedClassifier, paths: Sequence[Path], settings: PredictConfig) -> Iterator[Answer | None]:
-    """Yield the answer for each image, in their order; None for a broken image, of which a warning says why."""
+    """Yield the answer for each image, in order; None for a broken image, after a warning that says why."""
     for first in range(0, len(paths), settings.batch_size):
         chosen = paths[first : first + settings.batch_size]
         images = [_decode(path) for path in chosen]
@@ -165,7 +170,7 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
 
 
 def _open_text(path: Path) -> TextIO:
-    """Open a file for text; names of files that are no UTF-8 keep their bytes."""
+    """Open a file for text; file names that are not UTF-8 keep their bytes."""
     return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
 
@@ -175,8 +180,20 @@ def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:
         csv.writer(stream).writerows(rows)
     else:
         classes = ", ".join(f"{name} {p:.1%}" for name, p in answer.classes)
-        path = str(answer.path).encode(errors="backslashreplace").decode()  # which may be no UTF-8
+        path = str(answer.path).encode(errors="backslashreplace").decode()  # it may not be UTF-8
         print(f"{path}: {classes}", file=stream, flush=True)
+
+
+def _describe_written(settings: PredictConfig, num_classified: int, num_images: int, num_drawn: int) -> str:
+    """Say how many images are in each file that was written; "" where there is no file."""
+    share = _count_images(num_images) if num_classified == num_images else f"{num_classified} of {num_images} images"
+    table = [] if settings.output is None else [f"the classes of {share} to {settings.output}"]
+    picture = [] if settings.grid is None else [f"a picture of {_count_images(num_drawn)} to {settings.grid}"]
+    return " and ".join(table + picture)
+
+
+def _count_images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
 
 
 def _draw(answers: Sequence[Answer], path: Path) -> None:

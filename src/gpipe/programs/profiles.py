@@ -1,4 +1,4 @@
-"""The description of a run's layers for planning, made once per process: pipeline=auto plans its choice once more."""
+"""Describe a run's layers for planning, once per process: pipeline=auto plans its choice a second time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.programs.precision import build_autocast
 from gpipe.programs.workloads import workload_of
 
-_ELSEWHERE = ("pipeline", "launch")  # settings that say where layers run, not what they are
+_ELSEWHERE = ("pipeline", "launch")  # settings of where layers run, not of what they are
 _known: dict[tuple[str, str], KnownProfiles] = {}
 
 
 def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -> Callable[[int], list[LayerProfile]]:
-    """Return what describes the layers and the loss in training with a micro-batch of a given size.
+    """Return a function that describes the layers and the loss in training with a micro-batch of a given size.
 
     Args:
         run: the settings, with the precision settled.
-        measured: runs operations to measure their memory, each time; None leaves that out.
+        measured: runs operations at each call to measure their memory; None leaves that out.
     """
     workload = workload_of(run)
     autocast = build_autocast(run.trainer.autocast, "cpu")
@@ -30,11 +30,11 @@ def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -
         example = workload.inputs(size), workload.targets(size)
         return profile_layers(workload.layers(), workload.loss(), example, autocast=autocast, measured=measured)
 
-    return describe if measured is not None else _remembering(run, "training", describe)
+    return describe if measured is not None else _remember(run, "training", describe)
 
 
 def evaluation_profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
-    """Return what describes the layers and the metrics in an evaluation with a micro-batch of a given size."""
+    """Return a function that describes the layers and the metrics in evaluation with a micro-batch of a given size."""
     workload = workload_of(run)
     measure = workload.make_metrics().measure
     autocast = build_autocast(run.trainer.evaluation.autocast, "cpu")
@@ -43,10 +43,10 @@ def evaluation_profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
         example = workload.inputs(size), workload.evaluated_targets(size)
         return profile_layers(workload.layers(), measure, example, autocast=autocast, training=False)
 
-    return _remembering(run, "evaluation", describe)
+    return _remember(run, "evaluation", describe)
 
 
-def _remembering(
+def _remember(
     run: RunConfig, purpose: str, describe: Callable[[int], list[LayerProfile]]
 ) -> Callable[[int], list[LayerProfile]]:
     settings = {key: value for key, value in to_plain(run).items() if key not in _ELSEWHERE}

@@ -1,4 +1,4 @@
-"""Find the folder of a run: the same command again continues where it stopped.
+"""Find the folder of a run: repeating a command resumes the run where it stopped.
 
     runs/<name>/<date>/        a run's own: an unfinished one of the same settings, or a new one
     runs/<name>/<date>-2/      the folder of another run that began in the same second
@@ -33,14 +33,14 @@ _OTHER_FOLDER = "choose another hydra.run.dir"
 def resume_folder(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterator[Path]:
     """Lock the folder to train in until the body ends, and return it; remove it if it stays empty.
 
-    It is the folder of the newest unfinished run of the same settings, which is printed together with how to start
-    anew. Otherwise it is a new one: `folder`, or <folder>-2 and so on if that is taken. Of torchrun's processes only
-    the first one looks for it; the others learn it from the first (gpipe.launch).
+    It is the folder of the newest unfinished run with the same settings; a message names it and says how to start anew.
+    Otherwise it is a new one: `folder`, or <folder>-2 and so on if that is taken. Of torchrun's processes only the
+    first one searches; the others get the folder from it (gpipe.launch).
 
     Args:
         run: the settings.
         folder: the proposed folder.
-        is_dated: whether the folder is named by date. If the user has named it, no other one is used.
+        is_dated: whether the folder is named by date. If the user has named it, no other folder is used.
 
     Raises:
         ConfigError: the folder that the user has named is in use, or has another run.
@@ -69,7 +69,7 @@ def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | No
             try:
                 tried.enter_context(hold(path))
             except FolderHeld as busy:
-                print(f"{busy} and has the same settings: this run is another one")
+                print(f"{busy} and has the same settings: this run gets its own folder")
                 continue
             if is_unfinished(path, run):  # it may have finished before it was locked
                 held.push(tried.pop_all())
@@ -85,7 +85,7 @@ def _mention_resumable(own: dict[str, Any], runs: Path) -> None:
     for path in sorted((path.parent for path in runs.glob(f"*/{CONFIG_FILE}")), reverse=True):
         saved = {} if (path / RECORD_FILE).exists() or not _has_saved(path) else read_yaml(path / CONFIG_FILE)
         if (found := differences(saved, own)) and not differences(saved, own, RESUMED_MAY_DIFFER):
-            with suppress(FolderHeld, OSError), hold(path):  # such as that of another user
+            with suppress(FolderHeld, OSError), hold(path):  # it may be another user's
                 remedy = f"trainer.resume_from={path} starts from its state"
                 print(f"{path} is unfinished, but {'; '.join(found)}: this run is a new one ({remedy})")
                 return
@@ -133,7 +133,7 @@ def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
 
 def _announce(folder: Path, remedy: str) -> None:
     (folder / ERROR_FILE).unlink(missing_ok=True)
-    print(f"going on in {folder}, which has the same settings and no end ({remedy})")
+    print(f"resuming {folder}, an unfinished run with the same settings ({remedy})")
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -146,11 +146,11 @@ def _has_saved(folder: Path) -> bool:
 
 
 def name_runs(run: RunConfig, sweep: Path | None = None) -> RunConfig:
-    """Return the settings with the run, where they name a folder of runs to start from (`find_run`).
+    """Return the settings with each folder of runs to start from replaced by one run (`find_run`).
 
     Args:
         run: the settings.
-        sweep: the folder of a sweep, whose jobs all start from the run that the first one finds; None for no sweep.
+        sweep: the folder of a sweep, whose jobs all start from the run that the first one finds; None outside a sweep.
     """
     named = (run.init_from, run.trainer.resume_from)
     if named == (None, None):
@@ -160,7 +160,7 @@ def name_runs(run: RunConfig, sweep: Path | None = None) -> RunConfig:
 
 
 def _find_run(named: str, sweep: Path | None) -> str:
-    """Return the run that a folder of runs stands for, in a sweep as it did for the first job."""
+    """Return the run that a folder of runs stands for; in a sweep, the one that the first job found."""
     from gpipe.checkpoint.folder import find_run  # loads torch
 
     found = str(find_run(Path(named)))
@@ -173,32 +173,32 @@ def _find_run(named: str, sweep: Path | None) -> str:
                 file.write(f"\n{json.dumps([named, found])}\n")
     if first is not None and not Path(first).exists():
         raise ConfigError(
-            f"{named} is {first} in this sweep, which is not there any more, expected the run from which its other "
-            f"jobs started: put it back, or name {found} to start all of them anew."
+            f"{named} is {first} in this sweep, which no longer exists, expected the run from which its other jobs "
+            f"started: put it back, or name {found} to start all of them anew."
         )
     if first not in (None, found):
-        print(f"{named} is {first}, from which this sweep began, and not the newer {found}: name that to start anew")
+        print(f"{named} is {first}, from which this sweep started, not the newer {found}: name that to start anew")
     return first or found
 
 
 def _read_starts(path: Path) -> dict[str, str]:
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # of a process that was killed while it wrote
+        with suppress(ValueError):  # a line of a process that was killed while writing
             name, run = json.loads(line)
             found[name] = run
     return found
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:
-    """Return whether a folder has an unfinished run of the same settings."""
+    """Return whether a folder has an unfinished run with the same settings."""
     if (folder / RECORD_FILE).exists() or not (folder / CONFIG_FILE).exists():
         return False
     return same_training(read_yaml(folder / CONFIG_FILE), to_plain(run))
 
 
 def clear(folder: Path, run: RunConfig) -> None:
-    """Prepare a job's locked folder: move the files of a run of other settings aside."""
+    """Prepare a job's locked folder: move the files of a run with other settings aside."""
     (folder / ERROR_FILE).unlink(missing_ok=True)
     if not (folder / CONFIG_FILE).exists() or (run.trainer.resume is Resume.auto and is_unfinished(folder, run)):
         return

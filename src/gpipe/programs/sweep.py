@@ -1,15 +1,15 @@
 """Sweeps: each job of a grid or a search runs once, and a table shows the results of all.
 
-    runs/sweep-<id>/                   the id follows from the command line: the same command again goes on here
-      03_seed1_c6408c82/               a run's folder: the job's number, what is its own, a digest of its overrides
+    runs/sweep-<id>/                   the id depends on the command line, so repeating a command continues here
+      03_seed1_c6408c82/               a run's folder: the job's number, its own settings, a digest of its overrides
         overrides.txt                  its overrides, one per line
         outcome.json                   done, failed or not run, and why
-        record.json, checkpoints/ ...  where it is done
+        record.json, checkpoints/ ...  if it is done
       set_aside/                       folders of jobs whose settings have changed since
       started_from.txt                 the runs that its jobs start from
       summary.md                       the table
 
-A job that has a record of the same settings is not run again; an unfinished one continues from its last checkpoint.
+A job that has a record with the same settings is not run again; an unfinished one continues from its last checkpoint.
 """
 
 import math
@@ -56,9 +56,9 @@ def run_job(
 ) -> float | None:
     """Run one job of a sweep unless it is done; return its top-1, which a search maximises.
 
-    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep. It
-    is then worse than any top-1: without a value a search learns nothing of it, and ends without a table if all fail.
-    A job that another process is running is left to it.
+    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep. Its
+    value is then worse than any top-1: a search cannot learn from a job without a value, and would end without a table
+    if all jobs failed. A job that another process is running is left to it.
 
     Args:
         folder: the job's folder.
@@ -80,24 +80,24 @@ def _run_held_job(
     label: str, folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
 ) -> float | None:
     """Run a job whose folder is locked."""
-    made = partial(Outcome, overrides=overrides, data=data)
+    make_outcome = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()
-        record = _record(folder, run)
-        lack = None if record is not None else _lack_of_devices(run)
+        record = _find_record(folder, run)
+        lack = None if record is not None else _describe_missing_devices(run)
     except DataMissing:
         print(f"\nnot run: {label}: data missing", flush=True)
-        write_outcome(folder, made("not run", reason="data missing"))
+        write_outcome(folder, make_outcome("not run", reason="data missing"))
         return _WORST
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
+    except Exception as error:  # noqa: BLE001 - any error ends this job alone
         reason = redact(str(error))
         print(f"\njob: {label}", flush=True)
         print(f"error: {reason}", file=sys.stderr, flush=True)
-        write_outcome(folder, made("failed", reason=reason))
+        write_outcome(folder, make_outcome("failed", reason=reason))
         return _WORST
     if lack is not None:
         print(f"\nnot run: {label}: {lack}", flush=True)
-        write_outcome(folder, made("not run", reason=lack, config=to_plain(run)))
+        write_outcome(folder, make_outcome("not run", reason=lack, config=to_plain(run)))
         return _WORST
     print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
     if record is None:
@@ -108,24 +108,26 @@ def _run_held_job(
         except SystemExit as end:
             if end.code != 1:
                 raise
-            write_outcome(folder, made("failed", reason=_reason(folder), config=to_plain(_settle(run))))
+            failed = make_outcome("failed", reason=_read_reason(folder), config=to_plain(_settle(run)))
+            write_outcome(folder, failed)
             return _WORST
-        record = _record(folder, run)
-    write_outcome(folder, made("done"))
+        record = _find_record(folder, run)
+    write_outcome(folder, make_outcome("done"))
     return None if record is None else record.results.get("top1")
 
 
 def mention_sweep(job: HydraConf) -> None:
-    """Say that a run is one of a sweep, where its command line says nothing of what the sweep varies."""
+    """Mention that a run is one of a sweep, if its command line sets nothing that the sweep varies."""
     said = {word.lstrip("+").partition("=")[0] for word in job.overrides.task}
     swept = [key.lstrip("+") for key in job.sweeper.get("params") or {}]
     if os.environ.get("RANK", "0") != "0":
         return
     if not said.intersection(swept) and swept:
-        print(f"This is one run, of a sweep over {', '.join(swept)}: add -m for the sweep.", flush=True)
+        print(f"This is a single run of a sweep over {', '.join(swept)}: add -m for the sweep.", flush=True)
     elif "reproduction" in said and "reproduction=null" not in job.overrides.task:
         print(
-            "This is one run, and reproduction=... gets the records of sweeps: add -m, for a sweep of one.", flush=True
+            "This is a single run, and reproduction=... takes only a sweep's records: add -m for a sweep of one run.",
+            flush=True,
         )
 
 
@@ -133,7 +135,7 @@ class SweepEnd(Callback):
     """Print and write the table of a sweep after its last job; add its records to a reproduction."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a launcher where there is no sweep: it would start nothing."""
+        """Refuse a launcher without a sweep: it would start nothing."""
         if (launcher := config.hydra.runtime.choices.get("hydra/launcher")) not in (None, "basic"):
             raise SystemExit(
                 f"error: hydra/launcher={launcher} starts the jobs of a sweep, but this is a single run: add -m, which "
@@ -143,7 +145,7 @@ class SweepEnd(Callback):
         _refuse_to_move(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse what no job can do before the first one starts, such as to reach a cluster that is not here."""
+        """Before the first job starts, refuse what no job could do, such as reaching a cluster from elsewhere."""
         if OmegaConf.get_type(config) is PlanConfig:
             raise SystemExit(
                 "error: -m, or hydra.mode=MULTIRUN, asks for a sweep, expected one plan: start plan.py once for each."
@@ -172,14 +174,14 @@ class SweepEnd(Callback):
             )
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:  # by the clock of the disk, which may be another host's
+        with tempfile.TemporaryFile(dir=folder) as file:  # the time of the disk's clock, which may be another host's
             self._began = os.fstat(file.fileno()).st_mtime
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Summarise the sweep's jobs; exit with status 1 if one has failed.
 
-        Each job that it did, or found done before, has written its outcome since the beginning. Other jobs in the
-        folder are of an edited experiment's earlier form, or another process does them.
+        Each job that the sweep ran, or found done, has written its outcome since the sweep began. Other jobs in the
+        folder belong to an earlier version of the experiment, or another process runs them.
         """
         folder = Path(config.hydra.sweep.dir)
         found = read_jobs(folder)
@@ -200,7 +202,7 @@ class SweepEnd(Callback):
 
 
 def _refuse_unknown_claim(config: DictConfig, *, is_sweep: bool) -> None:
-    """Refuse a claim that is not here; a single run has no use for one, and may be anywhere."""
+    """Refuse a claim that does not exist; a single run makes no use of claims, and may start outside the repository."""
     root, name = Path(config.hydra.runtime.cwd), config.get("reproduction")
     found = root.glob("reproductions/*/runs.jsonl") if find_spec("reproductions") else ()
     claims = sorted(path.parent.name for path in found)
@@ -212,25 +214,25 @@ def _refuse_unknown_claim(config: DictConfig, *, is_sweep: bool) -> None:
 
 
 def _refuse_to_move(config: DictConfig) -> None:
-    """Refuse to work in a run's own folder, where the same command would not find its earlier runs."""
+    """Refuse to change into a run's own folder, where a repeated command would not find its earlier runs."""
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise SystemExit(
-            "error: hydra.job.chdir is true, expected false, because names of files are relative to where a program "
-            "starts, and a run writes into its own folder anyway: leave it out."
+            "error: hydra.job.chdir is true, expected false, because file names are relative to the folder where a "
+            "program starts, and a run writes into its own folder anyway: leave it out."
         )
 
 
 def _refuse_other_searches(sweeper: DictConfig) -> None:
-    """Refuse a search for anything but the largest top-1, and a database: SQLAlchemy 2 writes none of Optuna 2."""
+    """Refuse a search for anything but the largest top-1, and a database: Optuna 2 does not work with SQLAlchemy 2."""
     if (direction := getattr(sweeper.direction, "name", sweeper.direction)) != "maximize":
         raise SystemExit(
             f"error: hydra.sweeper.direction is {direction}, expected maximize, because a search compares the top-1 of "
             "its trials: set hydra.sweeper.direction=maximize."
         )
-    if sweeper.storage is not None:  # which may have a password
+    if sweeper.storage is not None:  # not shown, because it may have a password
         raise SystemExit(
-            "error: hydra.sweeper.storage is set, expected null, because a search is in the sweep's folder: leave it "
-            "out; the same command again goes on."
+            "error: hydra.sweeper.storage is set, expected null, because a search is kept in the sweep's folder: leave "
+            "it out, and repeat the command to resume."
         )
 
 
@@ -238,7 +240,7 @@ def _is_search(config: DictConfig) -> bool:
     return str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper")
 
 
-def _lack_of_devices(run: RunConfig) -> str | None:
+def _describe_missing_devices(run: RunConfig) -> str | None:
     """Return what a job needs and this machine lacks; None if it lacks nothing."""
     launch = run.launch
     try:
@@ -250,7 +252,7 @@ def _lack_of_devices(run: RunConfig) -> str | None:
 
 
 def _settle(run: RunConfig) -> RunConfig:
-    """Return a run's settings with what its device decides, as its record would have them."""
+    """Return a run's settings with what its device determines, as a record has them."""
     from gpipe.programs.layout import accelerator_at_hand
     from gpipe.programs.precision import settle_precision
 
@@ -260,10 +262,10 @@ def _settle(run: RunConfig) -> RunConfig:
         return run
 
 
-def _record(folder: Path, run: RunConfig) -> Record | None:
+def _find_record(folder: Path, run: RunConfig) -> Record | None:
     """Return the record in a job's folder if the job had the same settings.
 
-    They are compared as they were said: the record has what `auto` came to on its device.
+    Settings are compared as the user gave them; the record has what `auto` meant on its device.
     """
     path = folder / RECORD_FILE
     if not path.exists() or not is_reusable(read_yaml(folder / CONFIG_FILE), to_plain(run)):
@@ -271,7 +273,7 @@ def _record(folder: Path, run: RunConfig) -> Record | None:
     return read_job_record(path)
 
 
-def _reason(folder: Path) -> str:
+def _read_reason(folder: Path) -> str:
     """Return the message of the error that ended a job."""
     path = folder / ERROR_FILE
     first, _, _ = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")

@@ -1,7 +1,7 @@
-"""From the checked settings of a run to its record.
+"""Train with checked settings, and write a record.
 
-The processes of a run import this module, whichever program starts them. What takes seconds to load (timm, torchvision,
-torch's compiler) is imported inside the functions, because a process that only starts others does not need it.
+The processes of a run import this module, whichever program starts them. Modules that take seconds to load (timm,
+torchvision, torch's compiler) are imported inside functions, because a process that only starts others needs none.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
 
 
 def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
-    """Build and train the run's part of this process; the first process writes and prints.
+    """Build and train this process's part of the run; the first process writes and prints.
 
     Continues where an earlier session in this folder stopped.
 
     Raises:
-        SystemExit: with status 75, when this session was asked to stop.
+        SystemExit: with status 75, if this session was asked to stop.
     """
     from gpipe.pipeline.step_report import reset_peak_memory
     from gpipe.planning.accelerator import detect_accelerator
@@ -80,9 +80,9 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
         _, plan = layout.planned
         write_flushed(folder / "config.yaml", to_yaml(run))
         print_plan(*layout.planned, run.name)
-    reset_peak_memory()  # of earlier jobs of a sweep in this process, and of planning
+    reset_peak_memory()  # leaves out earlier jobs of a sweep in this process, and planning
     pipeline = build.build_pipeline(run, layers, layout, place)
-    del layers, layout  # other stages' layers may have memory, which ends here
+    del layers, layout  # frees the memory that other stages' layers may hold
     timelines: list[Timeline] = []
 
     def keep(timeline: Timeline) -> None:
@@ -108,7 +108,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
 
 
 def _check_tracking(run: RunConfig) -> None:
-    """Refuse a way of tracking that cannot work here; the first process alone tracks."""
+    """Refuse a tracking mode that cannot work here; only the first process tracks."""
     mode = run.tracking.mode.value
     if os.environ.get("RANK", "0") == "0" and (reason := check_mode(mode)) is not None:
         raise ConfigError(f"tracking.mode is {mode}, but {reason}.")
@@ -120,7 +120,7 @@ def _print_plan(run: RunConfig) -> None:
     from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
     from gpipe.programs.workloads import workload_of
 
-    layers = workload_of(run).layers()  # held meanwhile: it takes seconds to cut up another library's model
+    layers = workload_of(run).layers()  # kept alive, because tracing another library's model takes seconds
     accelerator = accelerator_at_hand(run)
     planner = build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
     print_plan(planner, planner.plan(build_setting(run, accelerator)), run.name)
@@ -128,7 +128,7 @@ def _print_plan(run: RunConfig) -> None:
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:
-    """Return how many processes the run needs, and of which kind."""
+    """Return the number and kind of processes that the run needs."""
     return Processes(
         num_stages=run.pipeline.num_stages,
         num_replicas=run.launch.num_replicas,

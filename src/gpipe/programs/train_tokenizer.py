@@ -3,8 +3,8 @@
     python train_tokenizer.py <folder> --vocabulary-size 64000
 
 Reads the training files of data=parallel_text in the folder, train.<language>-en.<language> and .en, and writes
-tokenizer.model beside them, where the experiments of translation look for it. It reads only the first lines of each
-file (`--max-lines`): a language with a thousand times as much text would leave no pieces to the others.
+tokenizer.model beside them, where the translation experiments look for it. It reads only the first lines of each file
+(`--max-lines`): a language with a thousand times as much text would leave no pieces for the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vocabulary-size", type=int, default=64_000, help="tokens in all, four of them special")
-    parser.add_argument("--max-lines", type=int, default=100_000, help="pairs per language that are read")
+    parser.add_argument("--max-lines", type=int, default=100_000, help="pairs to read per language")
     options = parser.parse_args(arguments)
     with report_errors():
         folder = CORPORA["parallel_text"].find_root("parallel_text", options.folder)

@@ -1,4 +1,4 @@
-"""Trained models, found by their checkpoints; those of translation are brought back into this process."""
+"""Find trained models by their checkpoints, and load translation models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,13 @@ from gpipe.programs.workloads.kept_tokenizer import TOKENIZER_FILE
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Layers with their weights, on one device, and what belongs to them.
+    """A trained translation model, on one device.
 
-    run: the settings that they were trained with. checkpoint: its folder. step: of that many updates.
+    Attributes:
+        run: the settings that it was trained with.
+        data: those of its data.
+        checkpoint: the checkpoint's folder.
+        step: the number of updates.
     """
 
     run: RunConfig
@@ -52,7 +56,7 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
 
 
 def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
-    """Return the folder of the checkpoint that is meant, and its manifest.
+    """Return the folder of a checkpoint, and its manifest.
 
     Raises:
         ConfigError: there is none, or it is of another family of models.
@@ -68,22 +72,22 @@ def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
 
 
 def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:
-    """Return the tokenizer that the run left in its folder or, where it is not there, the one that it read."""
+    """Return the tokenizer in the run's folder or, if there is none, the one that the run's settings name."""
     kept = checkpoint.parent.parent / TOKENIZER_FILE
     if kept.is_file():
         return Tokenizer(kept)
     if (tokenizer := open_tokenizer(data.name, data.tokenizer)) is None:
         raise ConfigError(
             f"{checkpoint} was trained on the ids of data.name={data.name} without a tokenizer, expected one that "
-            f"turns text into them: put the SentencePiece model that made them there as {kept}."
+            f"turns text into them: copy the SentencePiece model that made them to {kept}."
         )
     return tokenizer
 
 
 def _refuse_another(tokenizer: Tokenizer, expected: str | None, checkpoint: Path) -> None:
-    """Refuse a tokenizer whose SHA-256 is not the one that the checkpoint remembers, if it remembers one."""
+    """Refuse a tokenizer whose SHA-256 differs from the checkpoint's, if the checkpoint has one."""
     if expected is not None and tokenizer.sha256 != expected:
         raise ConfigError(
             f"the tokenizer {tokenizer.path} has the SHA-256 {tokenizer.sha256[:12]}..., but {checkpoint} was trained "
-            f"with {expected[:12]}...: put that one there."
+            f"with {expected[:12]}...: put that tokenizer there."
         )

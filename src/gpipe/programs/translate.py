@@ -1,4 +1,4 @@
-"""What happens between the checked settings of a translation and its text."""
+"""Translate text with checked settings, and print or write the translations."""
 
 from __future__ import annotations
 
@@ -39,29 +39,32 @@ def start(settings: TranslateConfig) -> None:
             max_length=settings.max_length,
             batch_size=settings.batch_size,
         )
-        text = "".join(f"{line}\n" for line in translate_lines(search, model.tokenizer, tokens))
+        translated = translate_lines(search, model.tokenizer, tokens)
+        text = "".join(f"{line}\n" for line in translated)
         if output is None:
             print(text, end="", flush=True)
         else:
             output.write_text(text, encoding="utf-8")
+            lines_in_words = "1 line" if len(translated) == 1 else f"{len(translated)} lines"
+            print(f"wrote {lines_in_words} to {output}", file=sys.stderr)
 
 
 def translate_lines(search: BeamSearch, tokenizer: Tokenizer, tokens: Sequence[Sequence[int]]) -> list[str]:
-    """Return a line of text for each line's tokens; a line without tokens stays one.
+    """Return a line of text for each line's tokens; a line without tokens stays empty.
 
-    Line breaks, which a model may spell in bytes, become spaces: line n is the translation of line n.
+    Line breaks, which a model may spell in bytes, become spaces, so that line n is the translation of line n.
     """
     found = iter(search.translate([line for line in tokens if line]))
     return [clean_line(tokenizer.decode(next(found).tokens)) if line else "" for line in tokens]
 
 
 def most_beams(model: TrainedModel) -> int:
-    """Return how many hypotheses a search may follow."""
+    """Return the largest number of hypotheses of a search."""
     return model.data.vocabulary_size - 1
 
 
 def find_device(device: Device) -> torch.device:
-    """Return the device that is meant.
+    """Return the device that a setting means.
 
     Raises:
         ConfigError: it is CUDA, and there is no GPU.
@@ -73,7 +76,7 @@ def find_device(device: Device) -> torch.device:
 
 
 def _read(settings: TranslateConfig) -> list[str]:
-    """Return the lines that are to be translated."""
+    """Return the lines to translate."""
     if settings.text is not None:
         try:
             settings.text.encode()
@@ -91,7 +94,7 @@ def _read(settings: TranslateConfig) -> list[str]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{name}, line {line}, is not UTF-8: convert it to UTF-8.") from None
     if not text.strip():
-        raise ConfigError(f"{name} is empty, expected a sentence a line: write some into it.")
+        raise ConfigError(f"{name} is empty, expected one sentence per line: write some into it.")
     return text.removesuffix("\n").split("\n")
 
 
@@ -114,10 +117,14 @@ def _encode(tokenizer: Tokenizer, lines: Sequence[str], settings: TranslateConfi
         )
     empty = [number for number, line in enumerate(tokens, start=1) if not line]
     if empty and settings.text is not None:
-        raise ConfigError(f"text is {settings.text!r}, where there is nothing to translate: give a sentence.")
+        raise ConfigError(f"text is {settings.text!r}, which has nothing to translate: give a sentence.")
     if empty:
-        first = "is 1 empty line" if len(empty) == 1 else f"are {len(empty)} empty lines, the first"
-        print(f"warning: in {_name(settings)} there {first} ({empty[0]}): empty lines stay empty.", file=sys.stderr)
+        which = (
+            f"1 empty line, line {empty[0]}"
+            if len(empty) == 1
+            else f"{len(empty)} empty lines, the first is line {empty[0]}"
+        )
+        print(f"warning: {_name(settings)} has {which}: empty lines stay empty.", file=sys.stderr)
     return tokens
 
 

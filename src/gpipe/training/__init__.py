@@ -4,10 +4,10 @@
     trainer.resume()
     trainer.train()
 
-The names below are imported when first asked for: starting a run loads no torch.
+The names below are imported at first use, so that starting a run loads no torch.
 """
 
-from importlib import import_module  # noqa: TID251 - of the names below
+from importlib import import_module  # noqa: TID251 - for the names below
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

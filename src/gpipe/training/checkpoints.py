@@ -1,4 +1,4 @@
-"""The checkpoints of a training: those that it saves, and the one that it goes on from."""
+"""The checkpoints of a training: those that it saves, and the one that it resumes from."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ def get_tensors(pipeline: Pipeline, ema: Ema | None = None) -> dict[str, dict[st
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return an optimiser, built from (name, parameter) pairs, as checkpoints see it."""
+    """Wrap an optimiser, built from (name, parameter) pairs, for checkpoints."""
     parameters = named_parameters_of(optimizer)
     read, load = partial(optimizer_state, optimizer), partial(load_optimizer_state, optimizer)
     if not isinstance(optimizer, ShardedOptimizer):
@@ -47,20 +47,20 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 class Checkpoints:
-    """Saves and loads a pipeline, its optimiser and its averages; every process makes one and calls the same methods.
+    """Saves and loads a pipeline, its optimiser and averages; every process creates one and calls the same methods.
 
     Args:
-        folder: of the checkpoints; None saves nothing, and has none to load.
-        pipeline: whose layers are saved.
-        optimizer: whose state is saved.
+        folder: the folder of the checkpoints; None saves and loads nothing.
+        pipeline: the pipeline whose layers are saved.
+        optimizer: the optimiser whose state is saved.
         ema: the averages; None if there are none.
-        keep: how many of the newest checkpoints stay, beside the best; None saves nothing.
-        config: the run's settings, as JSON, which each checkpoint has.
+        keep: the number of newest checkpoints to keep, besides the best; None saves nothing.
+        config: the run's settings, as JSON, saved in each checkpoint.
         say: prints a warning.
 
     Raises:
         ValueError: keep is not positive.
-        TypeError: the optimiser, which is to be saved, does not know its parameters' names.
+        TypeError: the optimiser does not know its parameters' names, so its state cannot be saved.
 
     Attributes:
         saved_step: the step of the folder's newest checkpoint; None if there is none.
@@ -88,7 +88,7 @@ class Checkpoints:
         """Load the state of a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         model, optimizer = get_tensors(self._pipeline, self._ema), wrap_optimizer(self._optimizer)
         manifest = load_checkpoint(path, self._pipeline, model, optimizer)
@@ -97,13 +97,13 @@ class Checkpoints:
         return manifest
 
     def load_newest(self) -> tuple[Path, Manifest] | None:
-        """Load the folder's newest checkpoint that is not damaged, and warn of the damaged ones.
+        """Load the folder's newest undamaged checkpoint, and warn of damaged ones.
 
         Returns:
             The checkpoint's folder and manifest; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: all are damaged; a new training would overwrite them silently.
+            CheckpointError: all are damaged; a new run would silently overwrite them.
         """
         paths = list_newest_first(self._folder) if self._folder is not None else []
         for path in paths:
@@ -118,10 +118,10 @@ class Checkpoints:
         return None
 
     def load_weights(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with a checkpoint's averages or, if it has none, its weights; the tensors called `replaced` stay.
+        """Load a checkpoint's averages or, if it has none, its weights; leave the tensors called `replaced` unchanged.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         model = get_tensors(self._pipeline, self._ema)
         load_weights(
@@ -134,10 +134,10 @@ class Checkpoints:
         )
 
     def rehearse(self, position: Position, results: Mapping[str, Any]) -> None:
-        """Find out, before the training begins, whether it can be saved.
+        """Check, before training begins, that it can be saved.
 
         Raises:
-            CheckpointError: it cannot.
+            CheckpointError: it cannot be saved.
         """
         if (saver := self._open_saver()) is None:
             return
@@ -145,7 +145,7 @@ class Checkpoints:
             saver.rehearse(self._content(position, results))
 
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
-        """Begin to save, unless nothing is saved or this step is already; the following steps go on meanwhile."""
+        """Begin to save, unless saving is off or this step is saved; the next steps can run meanwhile."""
         if self.saved_step == position.step or (saver := self._open_saver()) is None:
             return
         self.saved_step = position.step
@@ -153,7 +153,7 @@ class Checkpoints:
             saver.save(self._content(position, results), is_best=is_best)
 
     def wait_until_copied(self) -> None:
-        """Wait until the save under way, if any, lets weights, averages and the optimiser's state change."""
+        """Wait until weights, averages and the optimiser's state may change, if a save is under way."""
         if self._saver is not None:
             self._saver.wait_until_copied()
 
@@ -176,12 +176,12 @@ class Checkpoints:
             self._saver.wait()
 
     def abandon(self) -> None:
-        """After an error of the training, give the save under way a moment to finish, or to stop."""
+        """After training has failed, give the save under way a moment to finish or to stop."""
         if self._saver is not None:
             self._saver.abandon()
 
     def _open_saver(self) -> Saver | None:
-        """Return the saver, which makes the folder when it is made; None if nothing is saved."""
+        """Return the saver, which creates the folder when constructed; None if nothing is saved."""
         if self._saver is None and self._folder is not None and self._keep is not None:
             self._saver = Saver(self._folder, self._pipeline, keep=self._keep)
         return self._saver

@@ -1,10 +1,10 @@
-"""What one pass over logits tells of every target: its loss, its likelihood, and whether it was predicted.
+"""Compute, in one pass over logits, each target's loss, its likelihood, and whether it was predicted.
 
-A vocabulary makes logits the largest tensor of a model. They are read piece by piece, in the precision that they have:
-only a piece is ever widened to float32, and only its figures stay. For backward nothing is kept but the logits. It
-makes the softmax of a piece again, and from it the piece's part of the gradient.
+With a large vocabulary, logits are a model's largest tensor. They are read piece by piece, in their own precision: only
+one piece at a time is widened to float32, and only its figures are kept. Only the logits are saved for the backward
+pass, which recomputes the softmax of each piece, and from it that piece of the gradient.
 
-Each row is computed by itself and has a figure of its own, so the bits do not depend on the pieces.
+Each row is computed by itself and has its own figures, so the bits do not depend on the pieces.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 PIECE_BYTES = 2**25
-"""Of a piece in float32. With a vocabulary of 64,000 it has 131 rows, one for each processor of a large GPU."""
-_MOST_PIECES = 64  # then pieces grow: beside logits of 2 GiB and more a sixty-fourth is little, and a start costs time
+"""The size of a piece in float32. With 64,000 tokens it has 131 rows, about one per multiprocessor of a large GPU."""
+_MOST_PIECES = 64  # more would cost time to launch; a 64th of logits of 2 GiB or more is little memory
 
 
 class Judgement(NamedTuple):
     """The figures of n targets; all but the losses are detached.
 
     Attributes:
-        losses: [n], in nats, with smoothed labels; in float32 at least.
+        losses: [n], in nats, with smoothed labels; float32 or wider.
         nll: [n], the losses without smoothing.
-        correct: bool [n] for each rank k that was asked for: whether the target is among the k largest logits.
-        num_at_limit: int32 [n], how many of its logits are at the limit or beyond; None where none was given.
+        correct: bool [n] for each requested rank k: whether the target is among the k largest logits.
+        num_at_limit: int32 [n], the number of its logits at or beyond the limit; None without a limit.
     """
 
     losses: Tensor
@@ -46,14 +46,14 @@ def judge(
     ranks: Sequence[int] = (1,),
     limit: float | None = None,
 ) -> Judgement:
-    """Return the figures of each target; nothing here waits for the device.
+    """Return the figures of each target, without waiting for the device.
 
     Args:
         logits: [..., classes].
         targets: class indices [...], on the same device; n in all.
         label_smoothing: the share of each target that is spread over all classes.
-        ranks: of the figures `correct`, at most as many as classes.
-        limit: from which on the size of a logit counts in `num_at_limit`.
+        ranks: the ranks k of `correct`, at most the number of classes.
+        limit: logits of this magnitude or more count in `num_at_limit`.
     """
     rows, classes = logits.flatten(0, -2), targets.flatten()
     figures = _Judge.apply(rows, classes, label_smoothing, tuple(ranks), limit)  # type: ignore[no-untyped-call]
@@ -62,12 +62,12 @@ def judge(
 
 
 def choose_ranks(num_classes: int) -> tuple[int, ...]:
-    """Return the ranks k whose accuracy, top-k, says something: 1, and 5 from 5 classes on."""
+    """Return the ranks k for which top-k accuracy is useful: 1 and, with 5 classes or more, 5."""
     return (1, 5) if num_classes >= 5 else (1,)
 
 
 def find_correct(logits: Tensor, targets: Tensor, ranks: Sequence[int]) -> tuple[Tensor, ...]:
-    """Tell of each target whether it is among the k largest logits, for each k of `ranks`: [..., classes], [...]."""
+    """Return whether each target [...] is among the k largest logits [..., classes], for each k in `ranks`."""
     return _compare(logits.topk(max(ranks), dim=-1).indices, targets, ranks)
 
 
@@ -77,17 +77,17 @@ def _compare(largest: Tensor, targets: Tensor, ranks: Sequence[int]) -> tuple[Te
 
 
 def find_labelled(logits: Tensor, targets: Tensor) -> Tensor:
-    """Tell for each image whether its likeliest class is one of its labels: twice [n, classes] -> bool [n]."""
+    """Return whether each image's likeliest class is one of its labels: both [n, classes] -> bool [n]."""
     return targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1) > 0
 
 
 def widen_type(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for types of 16 bits, which have too few digits for a sum over classes; wider ones stay."""
+    """Return float32 for 16-bit types, which have too few digits for a sum over classes; wider types stay."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class _Judge(torch.autograd.Function):
-    """The figures of rows of logits, of which the losses can be differentiated."""
+    """The figures of rows of logits; only the losses are differentiable."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _Judge(torch.autograd.Function):
         ctx.save_for_backward(rows, targets)
         ctx.smoothing = smoothing
         ctx.set_materialize_grads(False)
-        # A large operation for each figure of a piece; small ones for all rows at once.
+        # Large operations run per piece, small ones on all rows at once.
         pieces = [_read(rows[piece], targets[piece], max(ranks), limit, averages=smoothing > 0) for piece in cut(rows)]
         logarithms, largest, *others = (torch.cat(found) for found in zip(*pieces, strict=True))
         nll = -logarithms.squeeze(1)
@@ -121,15 +121,15 @@ class _Judge(torch.autograd.Function):
         gradient = torch.empty_like(rows)
         for piece in cut(rows):
             found = F.softmax(rows[piece], -1, dtype=wide).scatter_add_(1, classes[piece], of_target[piece])
-            # Rounds to 16 bits once, at the end.
+            # Rounded to 16 bits only once, here.
             torch.addcmul(of_all_classes[piece], found, weights[piece], out=gradient[piece])
         return gradient, *nothing
 
 
 def _read(rows: Tensor, targets: Tensor, rank: int, limit: float | None, *, averages: bool) -> list[Tensor]:
-    """Return, of each row, the logarithm of the target's softmax and the largest logits' classes.
+    """Return, for each row, the logarithm of the target's softmax and the classes of the largest logits.
 
-    Then, where it `averages`, the mean of all logarithms, and where there is a limit, how many logits are beyond.
+    With `averages`, also the mean of all logarithms; with a limit, also the number of logits at or beyond it.
     """
     logarithms = F.log_softmax(rows, -1, dtype=widen_type(rows.dtype))
     found = [logarithms.gather(1, targets[:, None]), rows.topk(rank).indices]
@@ -141,7 +141,7 @@ def _read(rows: Tensor, targets: Tensor, rank: int, limit: float | None, *, aver
 
 
 def cut(rows: Tensor) -> Iterator[slice]:
-    """Yield the rows of each piece; where there are none, one piece without any."""
+    """Yield the rows of each piece; without rows, one empty piece."""
     length = PIECE_BYTES // (rows.shape[1] * widen_type(rows.dtype).itemsize)
     length = max(1, length, -(-len(rows) // _MOST_PIECES))
     for start in range(0, max(1, len(rows)), length):

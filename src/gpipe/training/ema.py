@@ -1,4 +1,4 @@
-"""The exponential moving average of weights and moving statistics, with which a model is evaluated."""
+"""The exponential moving average of weights and moving statistics, for evaluating a model."""
 
 from typing import cast
 
@@ -11,23 +11,24 @@ from timm.utils.model_ema import ModelEmaV3  # isort: skip
 
 
 class Ema:
-    """A second set of this process's layers, which averages the states of the first after each step.
+    """A copy of this process's layers that averages their states over the steps.
 
     Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
     Source: the public TPU code averages weights and moving statistics with decay 0.9999.
 
     Deviation: the initial weights have no part in the average. After n updates, update i has its usual weight
-    (1 - decay) * decay ** (n - i), divided by the sum of them all, 1 - decay ** n. In a long run that changes nothing.
+    (1 - decay) * decay ** (n - i), divided by the sum of all weights, 1 - decay ** n. In a long run that changes
+    nothing.
     """
 
     def __init__(self, layers: nn.ModuleDict, decay: float = 0.9999, *, warm_up: bool = False) -> None:
         """Start from a copy of `layers` as they are now.
 
         Args:
-            layers: of this process, by index.
-            decay: of the average per step.
-            warm_up: make the decay after n steps at most (1 + n) / (10 + n), the rule of TensorFlow's
-                ExponentialMovingAverage(num_updates=n), so that a run of few steps averages over its last ones.
+            layers: this process's layers, by index.
+            decay: the average's decay per step.
+            warm_up: limit the decay after n steps to (1 + n) / (10 + n), the rule of TensorFlow's
+                ExponentialMovingAverage(num_updates=n), so that a short run averages over its last steps.
 
         Raises:
             ValueError: the decay is outside [0, 1), or weights have 16 bits.
@@ -36,7 +37,7 @@ class Ema:
             raise ValueError(f"ema.decay is {decay}, but it must be at least 0 and less than 1.")
         for name, tensor in layers.state_dict().items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
-                # timm would round at random, from a generator whose state no checkpoint has, or stand still.
+                # timm would round at random, from a generator that no checkpoint saves, or never change the average.
                 raise ValueError(f"layers.{name} is {tensor.dtype}, too coarse for an average: keep float32 weights.")
         self._source = _Named(layers)
         self._average = _Average(self._source, decay=decay, use_warmup=warm_up)
@@ -48,7 +49,7 @@ class Ema:
         return cast(_Named, self._average.module).layers
 
     def update(self, num_updates: int) -> None:
-        """Move the average towards the layers as they are after `num_updates` steps; a skipped one is none."""
+        """Move the average towards the layers' state after `num_updates` steps; skipped steps do not count."""
         self._average.update(self._source, num_updates)
 
     def state(self) -> dict[str, Tensor]:
@@ -67,9 +68,9 @@ class _Average(ModelEmaV3):
 
 
 class _Named(nn.Module):
-    """Hold the layers under the name `layers`, beside one parameter.
+    """Holds the layers under the name `layers`, beside one parameter.
 
-    timm needs the device of the first parameter, but a stage of pooling and activations has none.
+    timm needs the device of the first parameter, but a stage of pooling and activations has no parameter.
     """
 
     def __init__(self, layers: nn.ModuleDict) -> None:

@@ -1,10 +1,10 @@
-"""How a training ends before its time: a request to stop, or a number that is not finite."""
+"""How a training ends early: a request to stop, or a number that is not finite."""
 
 from gpipe.pipeline.job.errors import FirstNonFinite, NonFiniteError
 
 
 class Stopped(Exception):
-    """The training stopped between two steps, on all processes; the message tells why, where, and how to go on.
+    """The training stopped between two steps, on all processes; the message says why, where, and how to resume.
 
     Attributes:
         step: the number of finished steps.
@@ -17,19 +17,19 @@ class Stopped(Exception):
         where = f"after step {step}" if step else "before the first step"
         nothing = "nothing" if saved_step is None else f"nothing after step {saved_step}"
         unsaved = step and not self.is_saved
-        end = f"{nothing} is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
+        end = f"{nothing} is saved (trainer.checkpoints.keep=null)" if unsaved else "repeat the command to resume"
         super().__init__(f"stopped by {reason} {where}: {end}.")
 
 
 def explain_non_finite(
     error: NonFiniteError, place: FirstNonFinite | None, *, skipped: int, is_saved: bool
 ) -> NonFiniteError:
-    """Return an error that tells what is not finite, where that begins, and what is saved.
+    """Return an error that says what is not finite, where that begins, and what is saved.
 
     Args:
-        error: of the training step.
-        place: where a second forward of the same mini-batch first had such a number; None is nowhere.
-        skipped: the number of mini-batches that were skipped before.
+        error: the training step's error.
+        place: where a second forward pass of the same mini-batch first had such a number; None if nowhere.
+        skipped: the number of mini-batches skipped before.
         is_saved: whether the state before the step is saved.
     """
     where = "all outputs of its layers and the loss are finite" if place is None else f"the first is {place}"

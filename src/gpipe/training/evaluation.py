@@ -15,24 +15,24 @@ from gpipe.training.loader import Loader, iterate
 
 
 class Metrics(Protocol):
-    """Measures the micro-batches of an evaluation set, where the outputs are; it has no state."""
+    """Measures the micro-batches of an evaluation set on the process that has the outputs; it has no state."""
 
     def measure(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the sums of a micro-batch, given the model's outputs: float64, of one shape for all."""
+        """Return the sums of a micro-batch, given the model's outputs: float64, always of the same shape."""
 
     def compute(self, sums: Tensor) -> dict[str, float]:
-        """Return the figures, "loss" at least, given the sum of all batches' sums.
+        """Return the figures, at least "loss", given the sum of all batches' sums.
 
         "<part>/<figure>" is the figure of a part of the set.
         """
 
 
 class EvaluationMetrics:
-    """Mean loss and accuracies over all targets, of images or of tokens, whatever their batches."""
+    """Mean loss and accuracies over all targets, images or tokens, independent of the batches."""
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of targets, their loss, and how many are in the top 1 and, from 5 classes on, the top 5.
+        """Return the number of targets, their loss, and how many are in the top 1 and, from 5 classes up, the top 5.
 
         Args:
             logits: [..., classes]; the sums stay on their device.
@@ -41,17 +41,17 @@ class EvaluationMetrics:
         if not _are_classes(logits, targets):
             raise TypeError(
                 f"the outputs are {_describe(logits)} and the targets {_describe(targets)}, but without metrics=... an "
-                "evaluation expects the scores of classes [..., classes] and their indices [...]: give metrics of your "
-                "own, or no evaluation set."
+                "evaluation expects the scores of classes [..., classes] and their indices [...]: give your own "
+                "metrics, or no evaluation set."
             )
-        targets = targets.to(logits.device, non_blocking=True)  # a GPU would be waited for
+        targets = targets.to(logits.device, non_blocking=True)  # a blocking copy would wait for the GPU
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         found = judge(logits, targets, ranks=choose_ranks(logits.shape[-1]))
         count = torch.full((), targets.numel(), dtype=torch.float64, device=logits.device)
         return torch.stack([count, *(values.double().sum() for values in (found.losses, *found.correct))])
 
     def compute(self, sums: Tensor) -> dict[str, float]:
-        """Return the mean loss, in nats, and the fractions top1 and, from 5 classes on, top5."""
+        """Return the mean loss, in nats, and the fractions top1 and, with 5 classes or more, top5."""
         num_targets, *totals = sums.tolist()
         if num_targets == 0:
             raise ValueError("the evaluation set gave 0 targets: check its split.")
@@ -71,53 +71,54 @@ def _describe(value: Any) -> str:
 
 
 class MultiLabelMetrics:
-    """Mean loss and accuracies of images with several labels each, whatever their batches."""
+    """Mean loss and accuracies of images with several labels each, independent of the batches."""
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums of images, of losses, of "top1", and of labels that were found, claimed, and there.
+        """Return the sums over images: their number, loss, "top1", and labels found, predicted and present.
 
         Args:
-            logits: [n, classes]; a class is claimed where its probability is one half or more.
+            logits: [n, classes]; a class is predicted if its probability is one half or more.
             targets: 0 or 1, float [n, classes], on any device.
         """
         targets = targets.to(logits.device, torch.float32, non_blocking=True)
         losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1)
-        claimed = (logits >= 0).double()
+        predicted = (logits >= 0).double()
         return torch.stack(
             [
                 torch.full((), len(targets), dtype=torch.float64, device=logits.device),
                 losses.double().sum(),
                 find_labelled(logits, targets).double().sum(),
-                (claimed * targets).sum(),
-                claimed.sum(),
+                (predicted * targets).sum(),
+                predicted.sum(),
                 targets.double().sum(),
             ]
         )
 
     def compute(self, sums: Tensor) -> dict[str, float]:
-        """Return the mean loss, "top1" as `MultiLabelLoss` has it, and "f1".
+        """Return the mean loss, "top1" as in `MultiLabelLoss`, and "f1".
 
         "f1" is the harmonic mean of precision and recall, over all labels of all images.
         """
-        num_images, loss, right, found, claimed, there = sums.tolist()
+        num_images, loss, right, found, predicted, present = sums.tolist()
         if num_images == 0:
             raise ValueError("the evaluation set gave 0 images: check its split.")
         return {
             "loss": loss / num_images,
             "top1": right / num_images,
-            "f1": 2 * found / (claimed + there) if claimed + there else 1.0,
+            "f1": 2 * found / (predicted + present) if predicted + present else 1.0,
         }
 
 
 class TokenMetrics:
     """Loss and token accuracy per language, and their averages over languages.
 
-    In a language every target token but padding counts alike. In the average every language that has tokens counts
-    alike, as in the paper's: the few sentences of a poor one weigh as much as the many of a rich one.
+    Within a language, every target token except padding has the same weight. In the average, every language that has
+    tokens has the same weight, as in the paper: the few sentences of a low-resource language count as much as the many
+    of another.
 
     Args:
-        languages: their names, in the order of the targets' language numbers.
+        languages: the names, in the order of the targets' language numbers.
         padding_index: the token that pads the targets.
     """
 
@@ -127,7 +128,7 @@ class TokenMetrics:
 
     @torch.no_grad()
     def measure(self, logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
-        """Return [languages, 3]: the number of tokens of each language, their loss, and how many were predicted right.
+        """Return [languages, 3]: the number of tokens per language, their loss, and how many were predicted right.
 
         Args:
             logits: [batch, time, vocabulary].
@@ -167,14 +168,14 @@ def evaluate_on_all(
     """Return the figures of each evaluation set; every process calls it.
 
     Args:
-        pipeline: to evaluate.
-        loaders: of the sets, by name.
-        averages: of the layers. Where there are any they count.
-        metrics: what is measured.
-        raw: whether the figures of the layers themselves stand beside those of averages, as "raw_<figure>".
-        max_batches: of each set, as in `evaluate`.
-        autocast: makes the context of the forward passes.
-        prepare: called before each model is evaluated, with its layers; None are the pipeline's own.
+        pipeline: the pipeline to evaluate.
+        loaders: the sets' loaders, by name.
+        averages: the layers' averages, evaluated in their place if there are any.
+        metrics: the figures to measure.
+        raw: beside averages, evaluate the layers themselves too, as "raw_<figure>".
+        max_batches: the most mini-batches per set, as in `evaluate`.
+        autocast: creates the context of the forward passes.
+        prepare: called before each model is evaluated, with its layers; None means the pipeline's own.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in loaders}
     for prefix, layers in {"": averages, "raw_": None}.items() if averages is not None and raw else [("", averages)]:
@@ -196,15 +197,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the figures over a whole data set, bitwise the same on every process and for every number of replicas.
 
-    Every process calls it. Replica r of R takes every R-th of the mini-batches that count, from the r-th on; their sums
-    are added in the order of the mini-batches, as if one replica had taken them all.
+    Every process calls it. Replica r of R takes every R-th of the chosen mini-batches, from the r-th on. Their sums are
+    added in the order of the mini-batches, as if one replica had taken them all.
 
     Args:
-        pipeline: to evaluate.
+        pipeline: the pipeline to evaluate.
         loader: the same on every process.
         layers: evaluated in place of the pipeline's own, such as their moving average.
         metrics: EvaluationMetrics by default.
-        max_batches: how many mini-batches count at most, which `choose_batches` chooses; None: all.
+        max_batches: the most mini-batches to evaluate, chosen by `choose_batches`; None means all.
 
     Raises:
         ValueError: the loader has no mini-batches.
@@ -227,9 +228,9 @@ def evaluate(
 
 
 def choose_batches(num_batches: int, max_batches: int | None) -> Sequence[int]:
-    """Return the numbers of the mini-batches that count: as many as there may be, spread evenly over the whole set.
+    """Return the numbers of the mini-batches to evaluate, at most `max_batches`, spread evenly over the whole set.
 
-    A set is in the order of its classes, or of the lengths of its sentences, so its first mini-batches are unlike it.
+    A set may be sorted by class or by the length of sentences, so its first mini-batches do not represent it.
 
         0 1 2 3 4 5 6 7 8 9     max_batches
           x       x     x       3
@@ -237,8 +238,8 @@ def choose_batches(num_batches: int, max_batches: int | None) -> Sequence[int]:
         x x x x   x x x x x     9
 
     Args:
-        num_batches: of the set.
-        max_batches: the most that count; None: all.
+        num_batches: the number of mini-batches of the set.
+        max_batches: the most to evaluate; None means all.
     """
     if max_batches is None or max_batches >= num_batches:
         return range(num_batches)

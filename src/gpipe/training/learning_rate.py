@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the number of finished steps: there is nothing to save or resume.
+"""Learning rates as pure functions of the number of finished steps, with nothing to save or resume.
 
 timm.scheduler has the same curves as objects that hold an optimiser; the tests use them as an oracle.
 """
@@ -35,7 +35,7 @@ def exponential(base: float, *, decay_rate: float, decay_steps: int, warm_up_ste
 def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float = 0.0) -> Schedule:
     """Fall along half a cosine from `base` after the warm-up to `final` at `num_steps`, and stay there.
 
-    A warm-up longer than `num_steps` is cut short: the rate only rises.
+    If the warm-up is longer than `num_steps`, the rate only rises.
     """
 
     def rate(step: int) -> float:
@@ -91,7 +91,7 @@ def build_schedule(
 def _warm_up(step: int, warm_up_steps: int) -> float:
     """Return the factor of a linear warm-up, in (0, 1].
 
-    Deviation: the warm-up starts at 1 / warm_up_steps of the peak learning rate, where the public TPU code starts at 0,
-    with which the first step does nothing.
+    Deviation: the warm-up starts at 1 / warm_up_steps of the peak learning rate. The public TPU code starts at 0, so
+    its first step does nothing.
     """
     return min(1.0, (step + 1) / warm_up_steps) if warm_up_steps > 0 else 1.0

@@ -1,4 +1,4 @@
-"""What training needs of the data: the mini-batches of an epoch, in an order that the epoch fixes."""
+"""What training needs from the data: the mini-batches of an epoch, in an order that the epoch determines."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, repeat
@@ -12,14 +12,14 @@ class Loader(Protocol):
     """Yields the mini-batches of an epoch as (inputs, targets); either is None on a process that does not need it.
 
     Both are tensors or nests of tensors, whose first dimension is the examples. Every process of a pipeline iterates
-    its own loader, and all yield the same number of mini-batches.
+    over its own loader, and all yield the same number of mini-batches.
     """
 
     batch_numbers: Sequence[int] | None
-    """Which mini-batches the next iteration yields, ascending from 0; None, to which `set_epoch` resets it, is all."""
+    """The next iteration's mini-batches, numbered from 0, ascending; `set_epoch` resets it to None, which means all."""
 
     wait_seconds: float
-    """How long the current iteration has waited for data so far."""
+    """The seconds that the current iteration has waited for data so far."""
 
     num_replaced: int
     """The number of broken examples that this iteration has replaced so far."""
@@ -31,14 +31,14 @@ class Loader(Protocol):
         """Release what an iteration keeps for the next one, such as processes."""
 
     def __len__(self) -> int:
-        """Return the number of mini-batches per epoch, whatever `batch_numbers` are."""
+        """Return the number of mini-batches per epoch, independent of `batch_numbers`."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the mini-batches of `batch_numbers`."""
 
 
 def iterate(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
-    """Yield a loader's mini-batches, telling the pipeline about the wait, which a failure's message then names."""
+    """Yield a loader's mini-batches, and note each wait in the pipeline, so that the message of a failure names it."""
     batches = iter(loader)
     for number in chain(number_batches(loader), repeat(len(loader))):
         with pipeline.job.activity.doing(f"loading mini-batch {number}"):
@@ -54,9 +54,9 @@ def number_batches(loader: Loader) -> Sequence[int]:
 
 
 class RepeatedLoader:
-    """Yields the first mini-batches of a loader's first epoch, in turn, as many as that loader has in an epoch.
+    """Repeats the first mini-batches of a loader's first epoch, until there are as many as the loader has in an epoch.
 
-    They are loaded once and kept. What a model that can learn sees again and again, it learns by heart.
+    They are loaded once and kept. A model that can learn will memorise them.
     """
 
     def __init__(self, loader: Loader, num_batches: int) -> None:
@@ -66,7 +66,7 @@ class RepeatedLoader:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; all have the same mini-batches."""
+        """Begin an epoch; all epochs have the same mini-batches."""
         self.batch_numbers: Sequence[int] | None = None
 
     def close(self) -> None:

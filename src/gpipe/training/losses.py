@@ -1,4 +1,4 @@
-"""The losses of a micro-batch: of classification, of images or of next tokens, and of translation."""
+"""The losses of a micro-batch: for classification of images or next tokens, and for translation."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from gpipe.training.cross_entropy import choose_ranks, find_correct, find_labell
 
 
 class _HeadsLoss(ABC):
-    """The loss of the logits, plus a share of that of the auxiliary head's where the model has one."""
+    """The loss of the logits, plus a share of the auxiliary head's loss if the model has such a head."""
 
     def __init__(self, label_smoothing: float = 0.0, auxiliary_weight: float = 0.0) -> None:
         _check_smoothing(label_smoothing)
@@ -24,11 +24,11 @@ class _HeadsLoss(ABC):
     def __call__(self, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of a micro-batch and its metrics, all 0-dimensional.
 
-        The metrics are detached and stay on the device: nothing here waits for it.
+        The metrics are detached and stay on the device, so that nothing waits for it.
 
         Args:
             outputs: logits [..., classes], or (logits, auxiliary logits).
-            targets: as the class says.
+            targets: see the class.
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
         loss, metrics = self._judge(logits, targets)
@@ -41,11 +41,11 @@ class _HeadsLoss(ABC):
 
 
 class ClassificationLoss(_HeadsLoss):
-    """Cross-entropy with smoothed labels, plus a share of the auxiliary head's where the model has one.
+    """Cross-entropy with smoothed labels, plus a share of the auxiliary head's if the model has such a head.
 
     Targets are classes [...], one per image or per token; or, for mixed images, their probabilities [..., classes].
-    Both are smoothed here, and nowhere else. The metrics are the fractions {"top1", "top5"}; "top5" exists from 5
-    classes on. A mixed image counts as one of the class that has the larger share of it.
+    Both are smoothed here, and nowhere else. The metrics are the fractions "top1" and, with 5 classes or more, "top5".
+    A mixed image counts as one of the class with the larger share.
 
     Source: Real et al. 2019, which section 4 of the paper follows: label smoothing 0.1, auxiliary weight 0.4. Both
     heads are smoothed.
@@ -53,7 +53,7 @@ class ClassificationLoss(_HeadsLoss):
 
     def _judge(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         ranks = choose_ranks(logits.shape[-1])
-        if targets.is_floating_point():  # of images, whose logits are few
+        if targets.is_floating_point():  # mixed images, which have few logits
             rows = logits.to(widen_type(logits.dtype)).flatten(0, -2)
             shares = targets.flatten(0, -2).to(rows.dtype)
             loss = F.cross_entropy(rows, shares, label_smoothing=self.label_smoothing)
@@ -67,7 +67,7 @@ class ClassificationLoss(_HeadsLoss):
 class MultiLabelLoss(_HeadsLoss):
     """Binary cross-entropy of each class with smoothed labels, averaged over the classes and the images.
 
-    Targets tell whether an image has each label: 0 or 1, float [n, classes]. Smoothing moves them towards one half. The
+    Targets say whether an image has each label: 0 or 1, float [n, classes]. Smoothing moves them towards one half. The
     metric "top1" is the fraction of images whose likeliest class is one of their labels.
     """
 
@@ -79,13 +79,13 @@ class MultiLabelLoss(_HeadsLoss):
 
 
 class TokenLoss:
-    """Cross-entropy with smoothed labels, averaged over all target tokens but padding.
+    """Cross-entropy with smoothed labels, averaged over all target tokens except padding.
 
     Args:
         label_smoothing: 0.1 is usual, 0 is none.
         padding_index: the token that pads the targets.
-        logit_limit: the model's limit of its logits, None where it has none. This loss only counts clipped logits.
-        soft: whether the model limits logits by a tanh.
+        logit_limit: the model's limit of its logits; None if it has none. This loss only counts clipped logits.
+        soft: whether the model limits logits with a tanh.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class TokenLoss:
         self._limit = logit_limit if logit_limit is None or not soft else logit_limit * math.tanh(1.0)
 
     def __call__(self, logits: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss of a micro-batch, and {"nll", "top1"} and, where logits are clipped, "clipped".
+        """Return the mean loss of a micro-batch, and the metrics "nll", "top1" and, with a logit limit, "clipped".
 
-        "nll" is the loss without smoothing, in nats per token; "top1" the fraction of tokens that were predicted right;
-        "clipped" the fraction of logits at or beyond the limit. All are 0-dimensional and stay on the device; all but
-        the loss are detached. A micro-batch of padding alone gives not-a-number: its weight is 0.
+        "nll" is the loss without smoothing, in nats per token; "top1" the fraction of tokens predicted correctly;
+        "clipped" the fraction of logits at or beyond the limit. All are 0-dimensional and stay on the device; all
+        except the loss are detached. A micro-batch of only padding gives NaN, with weight 0.
 
         Args:
             logits: [batch, time, vocabulary].

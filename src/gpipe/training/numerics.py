@@ -1,4 +1,4 @@
-"""Which kernels torch may choose: those that give the same bits each time, and those that round products early."""
+"""Choose which kernels torch may use: deterministic ones, and ones that round the factors of products."""
 
 import os
 
@@ -12,16 +12,16 @@ def set_numerics(*, deterministic: bool, float32_matmul_precision: str, tries_ke
 
     Args:
         deterministic: use kernels that give the same bits for the same numbers, also on another GPU of the same kind.
-            torch raises where an operation has none.
-        float32_matmul_precision: highest, high (products of TF32 on a GPU) or medium, as torch has them; convolutions
-            on a GPU use TF32 too unless it is highest.
+            torch raises an error if an operation has none.
+        float32_matmul_precision: highest, high (TF32 products on a GPU) or medium, as in torch; convolutions on a GPU
+            use TF32 too unless it is highest.
         tries_kernels: let cuDNN time the kernels of a convolution at the first input of each shape, and use the
-            fastest; not where they must be deterministic, as each process might choose another.
+            fastest; ignored with `deterministic`, because each process might choose another kernel.
     """
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = tries_kernels and not deterministic
     if deterministic:
-        os.environ.setdefault(_WORKSPACE, ":4096:8")  # without, cuBLAS adds up in any order; torch checks the value
+        os.environ.setdefault(_WORKSPACE, ":4096:8")  # otherwise cuBLAS sums in any order; torch checks this
     torch.set_float32_matmul_precision(float32_matmul_precision)
     torch.backends.cudnn.allow_tf32 = float32_matmul_precision != "highest"

@@ -1,4 +1,4 @@
-"""Optimisers whose state is addressed by parameter names, so that it saves and loads with any partitioning."""
+"""Optimisers whose state is keyed by parameter names, so that it saves and loads with any partitioning."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ def rmsprop(
     The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
     """
     groups = _decay_groups(named_parameters, weight_decay)
-    for group in groups:  # no argument, since timm before 1.0.31 knows none: it goes from parameter to parameter
+    for group in groups:  # not an argument, because timm before 1.0.31 lacks it and updates parameter by parameter
         group["foreach"] = _are_on_gpus(groups, on_gpus)
     return RMSpropTF(groups, lr=lr, alpha=decay, eps=epsilon, momentum=momentum)
 
@@ -82,8 +82,8 @@ def adafactor(
         decay: the exponent of the mean squares' decay.
         epsilon: the smallest scale of a parameter.
         clip_threshold: an update with a larger root mean square is scaled down to it.
-        weight_decay: of kernels.
-        on_gpus: as in `build_optimizer`; there, torch updates parameter by parameter unless it is told not to.
+        weight_decay: the decay of kernels.
+        on_gpus: as in `build_optimizer`; without it, torch updates parameter by parameter even on GPUs.
     """
     groups = _decay_groups(named_parameters, weight_decay)
     foreach = _are_on_gpus(groups, on_gpus)
@@ -108,10 +108,10 @@ def build_optimizer(
     Frozen parameters (requires_grad False) are left out.
 
     Args:
-        name: of the optimiser.
+        name: the optimiser's name.
         named_parameters: (name, parameter) pairs.
         lr: the learning rate.
-        on_gpus: whether to update all parameters with few kernels, as on GPUs; None: where the parameters are on GPUs.
+        on_gpus: whether to update all parameters with few kernels, as on GPUs; None does if they are on GPUs.
         settings: the function's other keyword arguments.
 
     Raises:
@@ -136,10 +136,10 @@ def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> lis
     return groups or [{"params": [], "weight_decay": 0.0}]
 
 
-def _are_on_gpus(groups: list[dict[str, Any]], said: bool | None) -> bool:
-    """Return what was said, or else whether all parameters are on GPUs."""
-    if said is not None:
-        return said
+def _are_on_gpus(groups: list[dict[str, Any]], given: bool | None) -> bool:
+    """Return the given value or, if it is None, whether all parameters are on GPUs."""
+    if given is not None:
+        return given
     parameters = [parameter for group in groups for _, parameter in group["params"]]
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
@@ -161,9 +161,9 @@ def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state as tensors named `<parameter name>/<slot>`.
 
-    Numbers become 0-dimensional tensors in slots called `number.<slot>`. What a group of parameters counts, as some of
-    timm's optimisers do, is in slots called `group.<key>` of each of them. A parameter that never had a gradient has no
-    state and does not appear.
+    Numbers become 0-dimensional tensors in slots called `number.<slot>`. Counters of a group of parameters, which some
+    of timm's optimisers have, are in the slots `group.<key>` of each of its parameters. A parameter that never had a
+    gradient has no state and does not appear.
     """
     state: dict[str, Tensor] = {}
     groups = _groups_by_parameter(optimizer)
@@ -175,7 +175,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 if isinstance(value, Tensor):
                     state[f"{name}/{slot}"] = value.detach()
                 elif value is not None:
-                    kind = torch.float64 if isinstance(value, float) else None  # Python's own
+                    kind = torch.float64 if isinstance(value, float) else None  # Python's own precision
                     state[f"{name}/{_NUMBER}{slot}"] = torch.tensor(value, dtype=kind)
     return state
 
@@ -188,13 +188,13 @@ def _groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[
 
 
 def _find_counters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a group that are no settings of it, but what its steps have counted."""
+    """Return the keys of a group that are not settings, but counters of its steps."""
     return [key for key in ("step",) if key in group and key not in optimizer.defaults]
 
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Replace the whole state by what `optimizer_state` returned for the parameters of this optimiser.
+    """Replace the whole state by what `optimizer_state` returned for this optimiser's parameters.
 
     0-dimensional tensors (step counts) stay on the CPU, as in torch and timm, except those of fused optimisers; the
     rest goes to its parameter's device.

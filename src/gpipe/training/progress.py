@@ -1,4 +1,4 @@
-"""The progress that a person sees: a bar on a terminal, plain lines in a file or pipe."""
+"""Show progress: a bar on a terminal, plain lines in a file or pipe."""
 
 import sys
 import threading
@@ -41,7 +41,7 @@ class StepStatus:
     examples: str = "examples"
 
     def figures(self) -> list[str]:
-        """Return the known figures, the most wanted first."""
+        """Return the known figures, the most important first."""
         parts = [f"loss {self.loss:.4f}"]
         if self.top1 is not None:
             parts.append(f"top-1 {self.top1:.1%}")
@@ -55,7 +55,7 @@ class StepStatus:
 
 
 class _Fitting:
-    """As many figures as fit between the bar and the edge of the terminal, each of them whole."""
+    """As many whole figures as fit between the bar and the edge of the terminal."""
 
     def __init__(self, figures: list[str]) -> None:
         self._figures = figures
@@ -79,14 +79,14 @@ class _FiguresColumn(ProgressColumn):
 
 
 class Progress:
-    """Show the steps of a training, on a terminal as a bar, elsewhere as a line every `interval_seconds`.
+    """Shows the steps of a training: as a bar on a terminal, elsewhere as a line every `interval_seconds`.
 
         ━━━━━━╺━━━━━━━━━ 412/1000 0:03:20 left epoch 2/5  loss 1.2500  top-1 50.0%
 
-    The time left follows from the steps of this session after its first, which is slower than the others; evaluations
-    and saves between them count. `under_way` returns what makes a step take long, such as "compiling layer 3 of 9", or
-    None. With `enabled` False, as on all processes but one, nothing is written. It never ends a run: when it fails, the
-    run goes on in silence after one warning on stderr.
+    The time left is estimated from this session's steps except its first, which is slower; it includes evaluations and
+    saves. `under_way` returns what makes a step take long, such as "compiling layer 3 of 9", or None. With `enabled`
+    False, as on all processes but one, nothing is written. If progress cannot be shown, the run continues without it,
+    after one warning on stderr.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Progress:
         self._bar = bar
 
     def _try(self, show: Callable[[], None]) -> None:
-        """Show something; if that fails, perhaps on a full disk, show nothing any more."""
+        """Call `show`; if it fails, for example on a full disk, show nothing from then on."""
         if not self._enabled:
             return
         try:
@@ -136,7 +136,7 @@ class Progress:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             with suppress(OSError):
                 print(
-                    f"warning: the progress cannot be shown ({reason}): the run goes on in silence.",
+                    f"warning: the progress cannot be shown ({reason}): the run continues without it.",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -146,7 +146,7 @@ class Progress:
             self.show_under_way()
 
     def show_under_way(self) -> None:
-        """Show what `under_way` tells, if it is something: beside the bar, or as a line at intervals."""
+        """Show what `under_way` returns, unless it is None: beside the bar, or as a line at intervals."""
         text = self._under_way() if self._under_way is not None else None
         if text is not None:
             self._try(lambda: self._show_text(text))
@@ -173,7 +173,7 @@ class Progress:
             self._last_line = self._clock()
 
     def _estimate_seconds(self, step: int) -> float | None:
-        """Return the seconds until the last step, None after the first step of a session."""
+        """Return the seconds until the last step; None after the first step of a session."""
         now = self._clock()
         if self._first is None:
             self._first = step, now

@@ -1,7 +1,7 @@
-"""The moving statistics of batch norms that belong to the weights as they are now.
+"""Estimate the statistics of batch norms for the current weights.
 
-Moving averages lag. After a few steps they are still near their initial values. And averaged weights never saw a
-mini-batch: what was averaged beside them are the statistics of other weights.
+Moving averages lag behind the weights, and after a few steps they are still near their initial values. Averaged weights
+have never seen a mini-batch: the statistics averaged beside them belong to other weights.
 """
 
 from itertools import islice
@@ -22,10 +22,10 @@ def estimate_statistics(
     weights.
 
     Args:
-        pipeline: whose batch norms these are.
-        loader: of training data.
-        num_batches: how many mini-batches count, at most an epoch's.
-        layers: estimated in place of the pipeline's own, as in `Pipeline.evaluate`.
+        pipeline: the pipeline of the batch norms.
+        loader: a loader of training data.
+        num_batches: the number of mini-batches to use, at most an epoch's.
+        layers: used in place of the pipeline's own, as in `Pipeline.evaluate`.
     """
     norms = pipeline.batch_norms(layers)
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]

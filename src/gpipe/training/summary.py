@@ -1,4 +1,4 @@
-"""The outcome of a training, and the running totals that it is made from."""
+"""The outcome of a training, and the running totals behind it."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_MOST_TIMED = 10_000  # steps: the last ones, however long the training
+_MOST_TIMED = 10_000  # of a long training, only this many of the last steps
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,17 @@ class Summary:
     """The outcome of a training; accuracies are fractions of the evaluation set, None without an evaluation.
 
     Attributes:
-        seconds: of training and evaluation, in earlier sessions too.
-        top1, top5, best_top1: of the first evaluation set.
+        seconds: the time of training and evaluation, including earlier sessions.
+        top1, top5, best_top1: figures of the first evaluation set.
         examples: what the data's examples are called.
-        examples_per_second: the median over this session's last `num_timed_steps` steps, the update and the wait for
-            data included.
-        tokens_per_second: the same; None where an example has one target.
-        step_seconds: the same, without the wait for data.
-        peak_memory_bytes: of the process of the pipeline that uses most.
+        examples_per_second: the median over this session's last `num_timed_steps` steps, including the update and the
+            wait for data.
+        tokens_per_second: likewise; None if an example has one target.
+        step_seconds: likewise, without the wait for data.
+        peak_memory_bytes: the peak of the pipeline's process that uses most.
         num_replaced: broken training examples that were replaced, counted in each epoch.
         evaluation: the last figures of every evaluation set.
-        least_loss: the first set's figures at its least loss, and the "step" after which that was.
+        least_loss: the first set's figures at its lowest loss, and the "step" after which it was measured.
         num_skipped_steps: mini-batches skipped because a number was not finite; overflows of float16 are not counted.
     """
 
@@ -65,13 +65,13 @@ class StepSpeed:
 
 @dataclass
 class Totals:
-    """The figures of a training so far; checkpoints have those in `resumable`.
+    """The figures of a training so far; checkpoints save those that `resumable` returns.
 
     Attributes:
-        num_worse: evaluations since the first set's loss was least.
-        scaler: the state of the loss's scaler when the checkpoint was saved; None without one.
-        evaluated_step: the step after which the last evaluation was; None before the first.
-        least_saved_loss: the first set's, of all evaluations whose step was saved; None before the first.
+        num_worse: the number of evaluations since the first set's lowest loss.
+        scaler: the state of the loss scaler when the checkpoint was saved; None without a scaler.
+        evaluated_step: the step of the last evaluation; None before the first.
+        least_saved_loss: the first set's lowest loss in evaluations whose step was saved; None before the first.
     """
 
     seconds: float = 0.0
@@ -102,13 +102,13 @@ class Totals:
         """Restore what `resumable` returned.
 
         Args:
-            results: as a manifest has them.
+            results: those of a manifest.
             sets: the names of the evaluation sets, in their order.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: the results are anything else.
         """
-        # Those of an earlier version do not know after which step the last evaluation was, or which losses were saved.
+        # Those of an earlier version lack the step of the last evaluation and the lowest saved loss.
         if {*results} - {"scaler"} | {"evaluated_step", "least_saved_loss"} != {*cls().resumable()}:
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
@@ -132,7 +132,7 @@ class Totals:
             self.best_top1 = top1
 
     def note_save(self, step: int) -> bool:
-        """Note that a step is saved; return whether no evaluated step that was saved had a smaller loss."""
+        """Note that a step is saved; return whether it was evaluated, with a lower loss than all saved steps before."""
         loss = self.first("loss") if self.evaluated_step == step else None
         if loss is None or (self.least_saved_loss is not None and loss >= self.least_saved_loss):
             return False
@@ -140,12 +140,12 @@ class Totals:
         return True
 
     def forget_evaluations(self) -> None:
-        """Begin as if nothing had been evaluated; but the batch norms still have the statistics of an evaluation."""
+        """Drop the figures of evaluations, but not `evaluated_step`: batch norms keep the statistics of that one."""
         self.evaluation, self.best_top1 = {}, None
         self.least_loss, self.least_saved_loss, self.num_worse = {}, None, 0
 
     def first(self, metric: str) -> float | None:
-        """Return a metric of the first evaluation set, None where there is none."""
+        """Return a metric of the first evaluation set; None if there is none."""
         return next(iter(self.evaluation.values()), {}).get(metric)
 
     def summarize(

@@ -11,11 +11,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardMirror:
-    """Mirror a run to TensorBoard's files, in the folder `tensorboard` of the run's.
+    """Mirrors a run to TensorBoard's files, in the subfolder `tensorboard` of the run's folder.
 
     Args:
-        folder: of the run.
-        config: the settings, and whatever else describes the run.
+        folder: the run's folder.
+        config: the settings, and anything else that describes the run.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -23,7 +23,7 @@ class TensorBoardMirror:
         self._writer: SummaryWriter | None = None
 
     def _at(self, step: int) -> SummaryWriter:
-        """Return the writer; what an earlier session wrote from this session's first step on is hidden."""
+        """Return the writer, which hides what an earlier session wrote at this session's first step or later."""
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             self._write_text("config", self._config, step)

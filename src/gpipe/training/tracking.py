@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl is the record, Weights & Biases or TensorBoard its mirror."""
+"""The log of a run: metrics.jsonl is the record, and Weights & Biases or TensorBoard may mirror it."""
 
 import json
 import math
@@ -26,32 +26,32 @@ _PROGRAMS = {"offline": _WANDB, "online": _WANDB, "tensorboard": "TensorBoard", 
 
 
 class Mirror(Protocol):
-    """Shows a run in a program for that. What fails there is raised."""
+    """Shows a run in a tracking program, and raises the program's errors."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take figures of a step, such as "train/loss" and "test/top1"."""
+        """Log figures of a step, such as "train/loss" and "test/top1"."""
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take a table, whose rows have the same keys."""
+        """Log a table, whose rows have the same keys."""
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """Take a picture."""
+        """Log a picture."""
 
     def log_outcome(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take the outcome of the run."""
+        """Log the outcome of the run."""
 
     def close(self, *, failed: bool) -> None:
         """End the run."""
 
 
 class Tracker:
-    """Append one JSON object per line to `folder/metrics.jsonl`, at once, and mirror it to another program.
+    """Appends each log entry to `folder/metrics.jsonl` at once, as one line of JSON, and mirrors it to another program.
 
-    In the mirror the figures of training are called "train/<figure>". It never ends a run: when it fails for any
-    reason, the run goes on without it after one warning on stderr, and a line {"step", "tracking_lost": <reason>}.
+    In the mirror, the figures of training are called "train/<figure>". The mirror never ends a run: if it fails for any
+    reason, the run continues without it, after one warning on stderr and a line {"step", "tracking_lost": <reason>}.
 
-    Use it with `with`, so that a run that fails is closed as failed. With `enabled` False, as on all processes but one,
-    every call does nothing.
+    Use it in a `with` statement, so that a run that fails is closed as failed. With `enabled` False, as on all
+    processes but one, calls do nothing.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Tracker:
         """Begin in `folder`, or continue there.
 
         Args:
-            folder: of the run.
+            folder: the run's folder.
             enabled: whether this process tracks.
             mode: offline (Weights & Biases without an account), online, tensorboard, or disabled (no mirror).
-            project: of Weights & Biases.
+            project: the project in Weights & Biases.
             group: the experiment.
             name: the run.
-            tags: of the run.
-            config: the settings, and whatever else describes the run, as a plain dict.
-            resumed: the folder of the run that this one resumes: its log is continued, and Weights & Biases sees one
+            tags: the run's tags.
+            config: the settings, and anything else that describes the run, as a plain dict.
+            resumed: the folder of the run that this one resumes: its log is continued, and Weights & Biases shows one
                 run.
         """
         if mode not in _PROGRAMS:
@@ -95,7 +95,7 @@ class Tracker:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._own = OwnFolder(folder)
-        run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
+        run_id = _read_run_id(folder) or _read_run_id(resumed) or secrets.token_hex(4)
         names = {"project": project, "group": group, "name": name, "tags": tags}
         try:
             self._mirror = _open_mirror(mode, folder, run_id, config or {}, names)
@@ -109,7 +109,7 @@ class Tracker:
         if "step" not in values:
             raise ValueError(f"the values {sorted(values)} lack 'step', which orders the lines: add it.")
         finite = self._write(values)
-        known = {_mirrored(key): value for key, value in finite.items() if key != "step" and value is not None}
+        known = {_name_in_mirror(key): value for key, value in finite.items() if key != "step" and value is not None}
         self._give(lambda mirror: mirror.log(values["step"], known))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -147,20 +147,20 @@ class Tracker:
         return finite
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        """Append lines, and one that says why the mirror was lost, if none says so yet."""
+        """Append lines, and one that says why the mirror was lost, if that was not written yet."""
         if self._to_mark is not None:
             lines = [*lines, {"step": self._last_step, LOST: self._to_mark}]
         self._own.check()
-        # Opened for each line: there is nothing to flush, lose or close.
+        # Opened for each line, so that there is nothing to flush, lose or close.
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-        except OSError as error:  # a full disk's has no path
+        except OSError as error:  # the error of a full disk has no path
             raise OSError(error.errno, error.strerror, str(self._path)) from None
         self._to_mark = None
 
     def find_lost(self) -> str | None:
-        """Return why a mirror was given up, in this session or an earlier one of the run; None where none was."""
+        """Return why a mirror was lost, in this session or an earlier one of the run; None if none was."""
         if self._to_mark is not None or not self._enabled or not self._path.exists():
             return self._to_mark
         lines = self._path.read_bytes().split(b"\n")
@@ -170,7 +170,7 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Drop the lines after `step`, which a run that resumes there writes again, and a truncated last line.
 
-        The outcome is dropped in any case: the run will have another. A new run takes over the lines of the run that it
+        The outcome is always dropped, because the run will write another. A new run copies the lines of the run that it
         resumes.
         """
         logs = [path for path in (self._path, self._earlier) if path is not None and path.exists()]
@@ -184,11 +184,11 @@ class Tracker:
         self._give(lambda mirror: mirror.close(failed=failed))
         self._mirror = None
         if self._to_mark is not None:
-            with suppress(OSError, ValueError):  # which the run has met already
+            with suppress(OSError, ValueError):  # the run has reported these already
                 self._append([])
 
     def _give(self, give: Callable[[Mirror], None]) -> None:
-        """Give something to the mirror, until its first failure."""
+        """Call `give` with the mirror, until its first failure."""
         if self._mirror is None:
             return
         try:
@@ -200,7 +200,7 @@ class Tracker:
         """Continue without the mirror, after a warning with the reason."""
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         print(
-            f"warning: {_PROGRAMS[self._mode]} failed ({reason}): the run goes on with {self._path} alone; "
+            f"warning: {_PROGRAMS[self._mode]} failed ({reason}): the run continues with {self._path} alone; "
             "tracking=disabled turns it off.",
             file=sys.stderr,
             flush=True,
@@ -221,7 +221,7 @@ class Tracker:
 
 
 def jsonable(value: Any) -> Any:
-    """Return `value` with NaN and infinities as None, which JSON has no numbers for."""
+    """Return `value` with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -232,7 +232,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Tell whether a line belongs to the steps up to `step`; a damaged line belongs to none."""
+    """Return whether a line belongs to the steps up to `step`; a damaged line belongs to none."""
     try:
         values = json.loads(line)
         return int(values["step"]) <= step and OUTCOME not in values
@@ -240,8 +240,8 @@ def _is_until(line: bytes, step: int) -> bool:
         return False
 
 
-def _run_id(folder: Path | None) -> str | None:
-    """Return the Weights & Biases id that an earlier run left in its folder, None if there is none."""
+def _read_run_id(folder: Path | None) -> str | None:
+    """Return the Weights & Biases id in an earlier run's folder; None if there is none."""
     if folder is None or not (folder / RUN_ID_FILE).exists():
         return None
     text = (folder / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
@@ -250,8 +250,8 @@ def _run_id(folder: Path | None) -> str | None:
     return text
 
 
-def _mirrored(key: str) -> str:
-    """Return what a figure is called in a mirror; those of an evaluation have the name of their set already."""
+def _name_in_mirror(key: str) -> str:
+    """Return a figure's name in a mirror; an evaluation's figures have the name of their set already."""
     return key if "/" in key or key == "epoch" else f"train/{key}"
 
 
@@ -271,12 +271,13 @@ def _open_mirror(
 
 
 def check_mode(mode: str) -> str | None:
-    """Return why this machine cannot track in a mode, with a remedy; None where it can."""
+    """Return why this machine cannot track in a mode, with a remedy; None if it can."""
     if mode == "tensorboard" and find_spec("tensorboard") is None:
         return "the package tensorboard is not installed: install it, or set tracking=offline"
     if mode == "online":
         from gpipe.training.wandb_mirror import has_key
 
         if not has_key():
-            return "no key of Weights & Biases is here: run `wandb login`, set WANDB_API_KEY, or set tracking=offline"
+            remedy = "run `wandb login`, set WANDB_API_KEY, or set tracking=offline"
+            return f"this machine has no Weights & Biases key: {remedy}"
     return None

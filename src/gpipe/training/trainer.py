@@ -37,56 +37,56 @@ from gpipe.training.tracking import Tracker
 
 
 def count_first(targets: Any) -> int:
-    """Return how many numbers the first tensor of some targets has."""
+    """Return the number of elements of the targets' first tensor."""
     return Payload.of_mini_batch(targets)[0].tensors[0].numel()
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Train a pipeline; every process makes a trainer and calls the same methods.
+    """Trains a pipeline; every process creates a trainer and calls the same methods.
 
         for each mini-batch: learning rate, drop-path rate -> pipeline.train_step -> clip -> update -> average -> log
         at the end of an epoch: estimate batch norms' statistics, evaluate on the averages; every n steps: save
 
-    The learning rate and the drop-path rate, which rises linearly from 0, are functions of the finished steps.
-
-    Only the pipeline, the optimiser and the training data must be given.
+    The learning rate and the drop-path rate, which rises linearly from 0, are functions of the number of finished
+    steps. Only the pipeline, the optimiser and the training data are required.
 
     Attributes:
-        optimizer: made from `pipeline.named_parameters()`, by whose names its state is saved.
-        train_loader: such as `gpipe.data.DatasetLoader`.
-        num_epochs: of the whole training.
-        learning_rate: from the number of finished steps; None leaves the optimiser's as it is.
+        optimizer: built from `pipeline.named_parameters()`; its state is saved under these names.
+        train_loader: such as a `gpipe.data.DatasetLoader`.
+        num_epochs: the length of the whole training.
+        learning_rate: a function of the number of finished steps; None leaves the optimiser's as it is.
         tracker: the log; None keeps none.
-        progress: what a person sees; None shows it in the first process.
-        seed: of the data's order, which a checkpoint remembers; None takes the pipeline's.
+        progress: shows the training; None shows it in the first process.
+        seed: the seed of the data's order, which checkpoints store; None takes the pipeline's.
         max_steps: ends the training early, and counts as its length.
         max_gradient_norm: clips the norm over all stages.
-        autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
+        autocast, evaluation_autocast: create the contexts of training and of evaluation, such as torch.autocast's.
         scaler: scales the loss for float16. A step whose gradients overflow updates nothing, and counts as a step.
-        evaluation_loaders: by name; the first is the main one. Without any, nothing is evaluated.
-        metrics: of evaluations, instead of the pipeline's loss; by default a loss and accuracies of classes. For other
-            outputs or targets give your own, see `gpipe.training.evaluation.Metrics`.
-        evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
-        statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
-        num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
-        max_evaluation_batches: the most mini-batches of each evaluation set that count, spread evenly; None: all.
-        evaluate_raw: whether, beside moving averages, the weights themselves are evaluated.
+        evaluation_loaders: loaders by name; the first is the main one. Without any, nothing is evaluated.
+        metrics: the metrics of evaluations, instead of the pipeline's loss; by default a loss and accuracies of
+            classes. For other outputs or targets give your own, see `gpipe.training.evaluation.Metrics`.
+        evaluate_every_epochs, evaluate_every_steps: evaluate at these intervals and at the end; never if both are None.
+        statistics_loader: like `train_loader`; before an evaluation, it estimates the statistics of batch norms.
+        num_statistics_batches: the number of mini-batches of an estimate; None evaluates with the moving averages.
+        max_evaluation_batches: the most mini-batches to evaluate per set, spread evenly; None means all.
+        evaluate_raw: whether to evaluate the weights themselves beside their moving averages.
         profile_step: torch's profiler records this step, and this process writes `profile_file`, a trace for Perfetto.
-        patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
+        patience: end training after this many evaluations in a row without a lower loss on the main set; None never.
         final_drop_path: the drop-path rate of the last step.
         examples: what messages call the data's examples.
-        count_targets: returns the number of targets of a mini-batch, where the last stage is; by default how many
-            numbers their first tensor has.
-        num_untimed_steps: first steps that the summary's speed leaves out.
-        checkpoint_folder: what `resume` goes on from, and where the end of training is saved; None saves nothing.
-        keep_checkpoints: how many of the newest checkpoints stay beside the best; None saves nothing.
+        count_targets: returns the number of targets of a mini-batch, on the last stage; by default the number of
+            elements of their first tensor.
+        num_untimed_steps: the number of first steps that the summary's speed leaves out.
+        checkpoint_folder: `resume` loads from it, and training saves there, at its end at least; None saves nothing.
+        keep_checkpoints: the number of newest checkpoints to keep, besides the best; None saves nothing.
         save_every_steps: save every n steps, and whenever the evaluation loss improves.
         timeline_every_steps: record the timeline of every nth step after the untimed ones, and of the last step, and
             pass it to `on_timeline`.
-        asked_to_stop: returns on any process why all are to stop, None until then; they do at the next step boundary.
+        asked_to_stop: returns why training should stop, or None. If any process returns a reason, all stop before the
+            next step.
         non_finite: "stop" ends the training at a loss or gradient that is not finite (see `explain_non_finite`); "skip"
-            skips its mini-batch, up to `max_skipped_steps` times: a step without an update.
+            skips the update for that mini-batch, up to `max_skipped_steps` times.
     """
 
     pipeline: Pipeline
@@ -147,7 +147,7 @@ class Trainer:
         for name, loader in {"train_loader": self.train_loader, **self.evaluation_loaders}.items():
             if not isinstance(loader, Loader):
                 raise TypeError(
-                    f"{name} is of type {type(loader).__name__}, which cannot go on within an epoch: give a "
+                    f"{name} is of type {type(loader).__name__}, which cannot resume within an epoch: give a "
                     "gpipe.data.DatasetLoader of its data set, or what gpipe.training.loader.Loader describes."
                 )
         if self.checkpoint_folder is not None:
@@ -197,8 +197,8 @@ class Trainer:
         The run then equals, bit for bit, one that never stopped.
 
         Raises:
-            CheckpointError: the named checkpoint is damaged.
-            ValueError: it has another seed or number of mini-batches.
+            CheckpointError: the checkpoint, or each in the folder, is damaged, or belongs to another model.
+            ValueError: it has another seed or number of mini-batches per epoch.
         """
         if path is not None:
             manifest = self._checkpoints.load(path)
@@ -211,40 +211,40 @@ class Trainer:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self._seed}: resume with that seed.")
         if position.step != position.epoch * len(self.train_loader) + position.batch:
             raise ValueError(
-                f"{path} stands at step {position.step} as mini-batch {position.batch} of epoch {position.epoch}, but "
+                f"{path} was saved at step {position.step}, mini-batch {position.batch} of epoch {position.epoch}, but "
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resume(manifest.results, [*self.evaluation_loaders])
         if path.parent != self.checkpoint_folder:
-            self._totals.forget_evaluations()  # another run made them, and has the checkpoint of the least loss
+            self._totals.forget_evaluations()  # they, and the checkpoint with the lowest loss, are another run's
         if self.scaler is not None and self._totals.scaler is not None:
             self.scaler.load_state_dict(self._totals.scaler)
         self._tracker.rewind(position.step)
         return True
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with the averages of another run's checkpoint, or its weights where it has none.
+        """Load the averages of another run's checkpoint, or its weights if it has none.
 
-        The tensors called `replaced` stay as they are.
+        The tensors named in `replaced` stay as they are.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         self._checkpoints.load_weights(path, replaced)
 
     def train(self) -> Summary:
-        """Train to the end and return a summary; an error of the pipeline leaves nothing half updated.
+        """Train to the end and return a summary; an error in the pipeline leaves nothing half updated.
 
         Raises:
-            CheckpointError: the training cannot be saved; where possible, it is found out before the first step.
+            CheckpointError: the training cannot be saved; if possible, this is raised before the first step.
             Stopped: a process was asked to stop; it is raised on all processes, after the state is saved.
             ValueError: something else has trained the pipeline.
         """
         own_step = self._epoch * len(self.train_loader) + self._batch
         if self.pipeline.step != own_step:
             raise ValueError(
-                f"pipeline.step is {self.pipeline.step}, but this trainer stands at step {own_step} of "
+                f"pipeline.step is {self.pipeline.step}, but this trainer is at step {own_step} of "
                 f"{self.num_steps}: something else has trained the pipeline; set pipeline.step = 0 to begin a training "
                 "with its weights, or resume from a checkpoint."
             )
@@ -263,7 +263,7 @@ class Trainer:
             self._close_loaders()
             raise
         except BaseException as error:
-            # Such as a broken image: the other stages would wait for this one. All processes may raise CheckpointError.
+            # The other stages would wait for this one, after a broken image for example. All may raise CheckpointError.
             self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
             raise  # without closing loaders, whose processes may hang: they exit with this process
@@ -278,7 +278,7 @@ class Trainer:
             loader.close()
 
     def _warn_of_old_checkpoints(self) -> None:
-        """Warn where the training has ended unsaved in a folder whose checkpoints would pass for its outcome."""
+        """Warn if training has ended unsaved in a folder whose checkpoints could be taken for its outcome."""
         saved_step = self._checkpoints.saved_step
         if saved_step is not None and not self._is_saved:
             self._progress.message(
@@ -293,7 +293,7 @@ class Trainer:
         self.train_loader.batch_numbers = range(self._batch, len(self.train_loader))
         waited_seconds, num_replaced, started = 0.0, 0, time.perf_counter()
         for batch in iterate(self.train_loader, self.pipeline):
-            with self._profiled():
+            with self._profile():
                 values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
@@ -315,18 +315,18 @@ class Trainer:
             if self._is_done:
                 return
             reasons = [note["stop"] for note in notes]
-            if has_evaluated:  # which takes long: who was asked meanwhile should not wait for another step
+            if has_evaluated:  # that takes long: a process asked to stop meanwhile should not wait for another step
                 reasons += self.pipeline.job.gather_all(self.asked_to_stop())
             self._stop_if_asked(reasons)
             started = time.perf_counter()
 
     @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Record the next step, if it is the one to be recorded."""
+    def _profile(self) -> Iterator[None]:
+        """Profile the step in the block if it is `profile_step`."""
         if self.profile_file is None or self.pipeline.step != self.profile_step:
             yield
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler writes lines of its own to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # otherwise the profiler logs to stderr
         with torch.profiler.profile() as profiler:
             yield
         with replacing(self.profile_file) as path:
@@ -378,7 +378,7 @@ class Trainer:
         return values, report
 
     def _note(self, targets: Any) -> dict[str, Any]:
-        """Return what this process tells all others at the end of a step."""
+        """Return what this process sends to all others at the end of a step."""
         stop, save = self.asked_to_stop(), self._checkpoints.status()
         sizes = [0, 0]
         if self.pipeline.is_last:
@@ -386,7 +386,7 @@ class Trainer:
         return {"stop": stop, "save": save, "replaced": self.train_loader.num_replaced, "sizes": sizes}
 
     def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
-        """Skip the update, or end the training with an explanation and a checkpoint of the state before."""
+        """Skip the update, or save the state before the step and end the training with an explanation."""
         self.optimizer.zero_grad(set_to_none=True)
         skipped = self._totals.num_skipped_steps
         if self.non_finite == "skip" and skipped < self.max_skipped_steps:
@@ -411,14 +411,14 @@ class Trainer:
         raise Stopped(reason, self.pipeline.step, saved_step=self._checkpoints.saved_step)
 
     def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
-        """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
+        """Add a finished step to the totals, the log and the progress; `seconds` includes the wait for data."""
         totals = self._totals
         if report.timeline is not None:
             if self.pipeline.job.overlaps:
                 totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
-        sizes = zip(*(note["sizes"] for note in report.notes), strict=True)  # those of replicas may differ
+        sizes = zip(*(note["sizes"] for note in report.notes), strict=True)  # replicas may differ
         speed = StepSpeed(seconds, values["wait_seconds"], *map(sum, sizes))
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
@@ -438,10 +438,10 @@ class Trainer:
         self._progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
     def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> bool:
-        """Start the next epoch where this one ends, evaluate and save where due, and return whether it evaluated.
+        """At the end of an epoch, start the next; evaluate and save if due; return whether it evaluated.
 
-        So a checkpoint at the end of an epoch has the epoch's evaluation, and a resumed run need not repeat it.
-        `saves` are the statuses of the save under way, of all processes.
+        In this order, a checkpoint at the end of an epoch has its evaluation, and a resumed run need not repeat it.
+        `saves` are all processes' statuses of the save under way.
         """
         self._checkpoints.check(saves)
         step, every_epochs, every_steps = self.pipeline.step, self.evaluate_every_epochs, self.evaluate_every_steps
@@ -485,7 +485,7 @@ class Trainer:
         self._totals.add_evaluation(evaluation, self.pipeline.step)
 
     def _stop_unless_finite(self, evaluation: Mapping[str, Mapping[str, float]]) -> None:
-        """End the training at a loss that is not finite; the checkpoint of its state has no such evaluation."""
+        """End the training at a loss that is not finite; the saved state does not include this evaluation."""
         for name, metrics in evaluation.items():
             for metric, value in metrics.items():
                 if metric.endswith("loss") and not math.isfinite(value):
@@ -494,13 +494,13 @@ class Trainer:
                     saved = " (the state is saved)" if self._is_saved else ""
                     raise ValueError(
                         f"the {metric} on {name} after step {self.pipeline.step} is {value}{saved}: lower the learning "
-                        "rate, clip the gradients, or go on from an earlier checkpoint."
+                        "rate, clip the gradients, or resume from an earlier checkpoint."
                     )
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
             return
-        self._checkpoints.wait_until_copied()  # behind a skipped step, a save may not have copied the averages yet
+        self._checkpoints.wait_until_copied()  # after a skipped step, a save may still be copying the averages
         self.statistics_loader.set_epoch(self._epoch)
         with self.autocast():
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
@@ -515,5 +515,5 @@ class Trainer:
 
 
 def _is_due(count: int, every: int | None) -> bool:
-    """Tell whether something is due at this count, once in `every`; None is never."""
+    """Return whether something is due at this count, every `every` counts; never if None."""
     return every is not None and count % every == 0

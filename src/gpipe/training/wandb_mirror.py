@@ -1,4 +1,4 @@
-"""A run in Weights & Biases, as its users expect it."""
+"""A run in Weights & Biases."""
 
 import json
 import netrc
@@ -15,19 +15,19 @@ import wandb
 from gpipe._compat.wandb import end_service
 
 _TEARDOWN_SECONDS = 5.0
-# The summary has the best of an evaluation's figures beside the last.
+# For these figures of evaluations, the summary has the best value beside the last.
 _BEST = {"loss": "min", "nll": "min", "top1": "max", "top5": "max", "bleu": "max", "chrf": "max"}
 
 
 class WandbMirror:
-    """Mirror a run to Weights & Biases; what fails there is raised.
+    """Mirrors a run to Weights & Biases, and raises its errors.
 
     Args:
-        folder: of the run; everything that W&B writes is in it.
-        run_id: of the run, which sessions that continue each other have in common.
+        folder: the run's folder, in which W&B writes everything.
+        run_id: the run's id, which all sessions of a run share.
         is_online: send the run now.
-        project, group, name, tags: of W&B.
-        config: the settings, and whatever else describes the run.
+        project, group, name, tags: W&B's.
+        config: the settings, and anything else that describes the run.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class WandbMirror:
         config: Mapping[str, Any],
     ) -> None:
         _set_environment(folder, is_online=is_online)
-        # Without these settings arguments, console output, source files, the names of the installed packages and the
-        # host's name land in its folder. The load of the host and of its GPUs is sampled all the same.
+        # These settings keep arguments, console output, source files, the names of installed packages and the host's
+        # name out of W&B's folder. The load of the host and of its GPUs is still sampled.
         settings = wandb.Settings(
             x_disable_meta=True,
             x_save_requirements=False,
@@ -62,13 +62,13 @@ class WandbMirror:
             name=name,
             tags=list(tags),
             id=run_id,
-            resume="allow" if is_online else None,  # offline, `wandb sync` puts the parts of an id together
+            resume="allow" if is_online else None,  # offline, `wandb sync` joins the parts with the same id
             config=dict(config),
             settings=settings,
         )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log figures of a step; the summary has the best of those of an evaluation."""
+        """Log figures of a step; for those of an evaluation, the summary has the best value too."""
         for key in values.keys() - self._defined:
             self._defined.add(key)
             best = _BEST.get(key.rpartition("/")[2].removeprefix("raw_"))
@@ -103,13 +103,13 @@ def forget_service() -> None:
 
 
 def has_key() -> bool:
-    """Tell whether this user has a key of Weights & Biases: in the environment, the settings or a netrc file."""
+    """Return whether this user has a Weights & Biases key: in the environment, the settings or a netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = wandb.setup().settings
     if settings.api_key:
         return True
-    hosts = {re.sub(r"^\w+://|[:/].*", "", settings.base_url), "api.wandb.ai"}  # the first may be another name
+    hosts = {re.sub(r"^\w+://|[:/].*", "", settings.base_url), "api.wandb.ai"}  # base_url may name another host
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     for file in files:
         with suppress(OSError, netrc.NetrcParseError):
@@ -120,9 +120,9 @@ def has_key() -> bool:
 
 
 def _set_environment(folder: Path, *, is_online: bool) -> None:
-    """Let wandb write only into the run's folder, report no errors to its makers, and print nothing.
+    """Make wandb write only into the run's folder, report no errors to its makers, and print nothing.
 
-    Only the process has settings for these, not a run. Online, the account's settings stay where they are.
+    wandb has settings for these per process, not per run. Online, the account's settings stay where they are.
     """
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     for kind in ("DATA", "CACHE") if is_online else ("DATA", "CACHE", "CONFIG"):

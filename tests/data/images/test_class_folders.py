@@ -177,7 +177,7 @@ def test_gifs_count_and_files_that_are_left_out_are_named(own_root: Path) -> Non
     assert sum(map(len, images)) == 11 + 3
     for split in images:
         assert split.warnings() == [
-            f"2 files below {own_root} left out, such as dogs/a.heic: convert to JPEG or PNG what is an image"
+            f"2 files below {own_root} left out, such as dogs/a.heic: convert those that are images to JPEG or PNG"
         ]
 
 

@@ -178,8 +178,8 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
     "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),
     "two tables": ({"train.csv": GOOD, "train.parquet": ""}, 0.5, r"has both train.csv and train.parquet: remove one"),
-    "no parquet": ({"train.parquet": "no table at all"}, 0.5, r"is no Parquet table"),
-    "no text": ({"train.csv": b"path,label\n3.png,\xff\n"}, 0.5, r"is no table \('utf-8' codec"),
+    "no parquet": ({"train.parquet": "no table at all"}, 0.5, r"is not a Parquet table"),
+    "no text": ({"train.csv": b"path,label\n3.png,\xff\n"}, 0.5, r"is not a table \('utf-8' codec"),
 }  # fmt: skip
 
 
@@ -206,7 +206,10 @@ def test_labels_of_one_kind_stay_numbers(root: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"path": ["2.png", "3.png"], "labels": [1, 2]}, r"image 1, has the labels 1, expected a list, or words with"),
+        (
+            {"path": ["2.png", "3.png"], "labels": [1, 2]},
+            r"image 1, has the labels 1, expected a list, or words separated by \|: ",
+        ),
         ({"path": ["2.png", "3.png"], "labels": [None, 0.5]}, r"image 2, has the labels 0\.5, expected a list"),
         (
             {"path": ["2.png", "3.png"], "label": [1.0, math.nan]},

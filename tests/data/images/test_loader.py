@@ -290,7 +290,7 @@ def test_time_waited_for_data_is_counted(image_set: ImageArray) -> None:
     ("settings", "complaint"),
     [
         ({"batch_size": 0}, "batch_size 0"),
-        ({"batch_size": 23, "drop_last": True}, "22 images make no mini-batch of 23"),
+        ({"batch_size": 23, "drop_last": True}, "22 images are too few for a mini-batch of 23"),
         ({"seed": -1}, "seed -1"),
         ({"replica_index": 2, "num_replicas": 2}, "replica_index 2"),
         ({"replica_index": 0, "num_replicas": 0}, "replica_index 0"),

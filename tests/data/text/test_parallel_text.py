@@ -55,7 +55,7 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
     refused(
         root,
         "data.languages has 'False', which the corpus parallel_text does not have: write 'no' in quotes, which YAML "
-        "takes for false, or choose among de, fr",
+        "reads as false, or choose among de, fr",
         languages=["False"],  # what OmegaConf makes of it
     )
     check_data("parallel_text", root, languages=["de"])
@@ -68,7 +68,10 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
         open_corpus("multilingual_embedded", "train", tokenizer=TOKENIZER, languages=["xx"], max_tokens=9)
     missing = root / "valid.fr-en.fr"
     refused(
-        root, f"{missing} does not exist: a language of parallel text needs it in every split", "valid", languages=None
+        root,
+        f"{missing} does not exist: each language of parallel text needs this file in every split",
+        "valid",
+        languages=None,
     )
 
 
@@ -121,7 +124,10 @@ def test_files_of_unequal_length_are_refused(root: Path) -> None:
     with (root / "train.de-en.en").open("a") as stream:
         stream.write("five\n")
     german, english = root / "train.de-en.de", root / "train.de-en.en"
-    refused(root, f"{german} has 3 lines, but {english} has 4: the lines of equal number must mean the same")
+    refused(
+        root,
+        f"{german} has 3 lines, but {english} has 4: lines with the same number must be translations of each other",
+    )
 
 
 def test_what_is_not_utf_8_is_refused_with_its_line(root: Path) -> None:

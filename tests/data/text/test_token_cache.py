@@ -269,7 +269,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(root: Path, reason: str) -> None:
     (folder,) = caches(root)
-    sentence = rf"the token cache {folder} is damaged \({reason}\): delete that folder, and the next run makes it again"
+    sentence = (
+        rf"the token cache {folder} is damaged \({reason}\): delete that folder, and the next run creates it again"
+    )
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         list(TranslationLoader(open_text(root), 200, 1, shuffle=False))
     shutil.rmtree(folder)

@@ -240,7 +240,7 @@ def test_waiting_is_counted(corpus: ParallelCorpus) -> None:
             {"batch_size": 10, "shuffle": False},
             "trainer.evaluation.batch_size is 10 tokens, less than the longest sentence of 11 tokens: choose a larger",
         ),
-        ({"num_replicas": 4}, "3 pairs do not suffice for 4 replicas: choose fewer"),
+        ({"num_replicas": 4}, "3 pairs are too few for 4 replicas: choose fewer"),
         ({"temperature": 0.0}, "temperature 0.0 must be above 0: 1 draws by size, more draws more evenly"),
         ({"seed": -1}, "seed -1 must not be negative"),
         ({"replica_index": 1}, "replica_index 1 must lie in 0 to num_replicas - 1 = 0"),
@@ -285,7 +285,8 @@ def test_the_last_run_gets_enough_sentences_or_there_is_no_way(lengths: list[int
     bounds = cut_by_tokens(np.array(lengths, np.int32), batch_size)
     last, last_two = (bounds[-1][1] - start for start in (bounds[-1][0], bounds[-2:][0][0]))
     if last < least and last_two < 2 * least:
-        with pytest.raises(ValueError, match=f"the last {last_two} sentences make no mini-batches of at least {least}"):
+        said = f"the last {last_two} sentences are too few for mini-batches of at least {least}"
+        with pytest.raises(ValueError, match=said):
             fill_last(bounds, least)
         return
     filled = fill_last(bounds, least)
@@ -294,5 +295,6 @@ def test_the_last_run_gets_enough_sentences_or_there_is_no_way(lengths: list[int
 
 
 def test_too_few_sentences_for_the_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="the last 3 sentences make no mini-batches of at least 2, one per replica"):
+    said = "the last 3 sentences are too few for mini-batches of at least 2, one per replica"
+    with pytest.raises(ValueError, match=said):
         fill_last([(0, 2), (2, 3)], 2)

@@ -1,9 +1,9 @@
 """Transforms from a decoded image to the model's input.
 
-A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1], or as a model's mean and
-standard deviation make them; or to uint8, of which `BytesToPixels` makes the same. Like the transforms of
+A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1], or normalised by a
+model's mean and standard deviation; or to uint8, from which `BytesToPixels` computes the same. Like the transforms of
 torchvision and timm, it draws from the global generators of torch, numpy and random; `ImageLoader` seeds them for each
-sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half of PIL's time,
+sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half PIL's time,
 and the rest is a few passes over floats, in place. The number of threads changes no bit of the result.
 """
 
@@ -47,7 +47,7 @@ def training_transform(
     std: Sequence[float] | None = None,
     as_bytes: bool = False,
 ) -> Transform:
-    """Return the random-area crop, flip, policy, colour jitter, cutout and erasing.
+    """Return a transform: random-area crop, flip, policy, colour jitter, cutout and erasing.
 
     The defaults are the public TPU code's.
 
@@ -61,11 +61,11 @@ def training_transform(
         policy: "none", "autoaugment" (the ImageNet policy) or "randaugment" (2 operations of magnitude 9).
         cutout: the side of a grey square as a share of the image's side.
         random_erasing: the probability that normal noise replaces a rectangle of 2 % to a third of the area, as in
-            timm's own training (Zhong et al., 2020). Its pixels may lie outside of [-1, 1].
-        interpolation: of the resizing, "bilinear" or "bicubic".
-        mean: of each channel of pixels in [0, 1], which becomes 0. None takes 0.5.
-        std: of each channel of pixels in [0, 1], which becomes 1. None takes 0.5.
-        as_bytes: leave the last step to `BytesToPixels`, where no jitter, cutout or erasing comes before or after it.
+            timm's own training (Zhong et al., 2020). Its pixels may lie outside [-1, 1].
+        interpolation: how to resize, "bilinear" or "bicubic".
+        mean: the mean of each channel of pixels in [0, 1], which becomes 0. None means 0.5.
+        std: the standard deviation of each channel of pixels in [0, 1], which becomes 1. None means 0.5.
+        as_bytes: leave the last step to `BytesToPixels`, unless there is jitter, cutout or erasing.
 
     Raises:
         ValueError: a setting is out of range.
@@ -94,7 +94,7 @@ def training_transform(
         steps.append(partial(_jitter, color_jitter))
     if cutout:
         steps.append(v2.RandomErasing(1.0, (cutout**2, cutout**2), (1.0, 1.0)))
-    steps += _normalization(mean, std)
+    steps += _make_normalization(mean, std)
     if random_erasing:
         from timm.data.random_erasing import RandomErasing  # takes seconds to load
 
@@ -114,7 +114,7 @@ def evaluation_transform(
     std: Sequence[float] | None = None,
     as_bytes: bool = False,
 ) -> Transform:
-    """Return the central crop, resized to image_size pixels per side.
+    """Return a transform: the central crop, resized to image_size pixels per side.
 
     Args:
         image_size: pixels per side.
@@ -123,8 +123,8 @@ def evaluation_transform(
             in the public TPU code.
         keep_aspect: take a square instead, whose side is this share of the shorter one, as timm does.
         interpolation: as in `training_transform`.
-        mean: as there.
-        std: as there.
+        mean: as in `training_transform`.
+        std: as in `training_transform`.
         as_bytes: leave the last step to `BytesToPixels`.
 
     Raises:
@@ -137,17 +137,16 @@ def evaluation_transform(
         partial(_crop_centre, center_crop, keep_aspect),
         partial(_resize, image_size, channels, interpolation),
     ]
-    return partial(_apply, steps if as_bytes else [*steps, _to_pixels, *_normalization(mean, std)], channels)
+    return partial(_apply, steps if as_bytes else [*steps, _to_pixels, *_make_normalization(mean, std)], channels)
 
 
 class BytesToPixels:
-    """The last step of a transform, for many images at once and wherever they are: a GPU gets a quarter of the bytes.
+    """The last step of a transform, for many images at once, on any device: a GPU then gets a quarter of the bytes.
 
-    Bits are those of a transform that takes the step itself.
+    The result is bitwise that of a transform that includes this step.
 
     Args:
-        mean: as for the transform.
-        std: likewise.
+        mean, std: as for the transform.
     """
 
     def __init__(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
@@ -155,11 +154,11 @@ class BytesToPixels:
         self._steps: dict[torch.device, list[Callable[[Any], Any]]] = {}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 images of uint8 images [n, channels, h, w]; other images as they are."""
+        """Turn uint8 images [n, channels, h, w] into float32; leave other images as they are."""
         if images.dtype is not torch.uint8:
             return images
         if images.device not in self._steps:
-            self._steps[images.device] = _normalization(*self._moments, device=images.device)
+            self._steps[images.device] = _make_normalization(*self._moments, device=images.device)
         pixels = _to_pixels(images)
         for step in self._steps[images.device]:
             pixels = step(pixels)
@@ -183,7 +182,7 @@ def _crop(rectangle: v2.RandomResizedCrop, image: Image.Image) -> Image.Image:
 
 
 def _crop_centre(share: float, keep_aspect: bool, image: Image.Image) -> Image.Image:
-    """Cut the central share of the height and of the width out of a PIL image, or of the shorter one for both."""
+    """Crop a PIL image to a central share of its height and width, or to a square of that share of the shorter side."""
     sides = (min(image.size),) * 2 if keep_aspect else (image.height, image.width)
     size = [max(1, round(share * side)) for side in sides]
     cut: Image.Image = functional.center_crop(image, size)
@@ -204,7 +203,7 @@ def _resize(image_size: int, channels: int, interpolation: str, image: Image.Ima
 
 
 def _flip(levels: torch.Tensor) -> torch.Tensor:
-    """Mirror half of the images [c, h, w]; small ones take a third of torchvision's time."""
+    """Mirror an image [c, h, w] with probability 1/2; a small one takes a third of torchvision's time."""
     return levels.flip(2) if torch.rand(()).item() < 0.5 else levels
 
 
@@ -213,10 +212,10 @@ def _to_pixels(levels: torch.Tensor) -> torch.Tensor:
     return levels.to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def _normalization(
+def _make_normalization(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str = "cpu"
 ) -> list[Callable[[Any], Any]]:
-    """Return the step from [-1, 1] to a model's own mean and deviation of pixels, none where it has none."""
+    """Return the step that normalises pixels in [-1, 1] by mean and std; [] if both are 0.5."""
     means, deviations = mean or [0.5], std or [0.5]
     if {*means, *deviations} == {0.5}:
         return []

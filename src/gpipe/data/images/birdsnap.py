@@ -1,8 +1,8 @@
 """The reader of Birdsnap (Berg et al. 2014): photographs of North American birds, 500 species.
 
 Its archive holds a program that downloads the images, and tab-separated lists that begin with a line of field names.
-Source of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, as the public repository
-jonathantcallahan/birdboy keeps it.
+Source of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, in the public repository
+jonathantcallahan/birdboy.
 """
 
 from pathlib import Path

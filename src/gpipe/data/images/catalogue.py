@@ -2,7 +2,7 @@
 
 To add your own set, add a row here and `conf/data/<name>.yaml`. For a set with one folder per class,
 `Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)` suffices. Any other layout needs a function
-(root, split) -> ImageSet. Sets of the user's own, which may have no split, are opened by (root, split, share).
+(root, split) -> ImageSet. Users' own sets, which may have no split, are opened by (root, split, share).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class TableCounts:
     """The numbers of an image set in Table 4 of the paper.
 
     Attributes:
-        notes: split -> why an intact copy of the set has another number of images.
+        notes: split -> why an intact copy of the set has a different number of images.
     """
 
     num_classes: int
@@ -47,10 +47,10 @@ class Source(Location):
 
     Attributes:
         open: (root, split) -> image set, for a set with a split.
-        open_own: (root, split, share for evaluation or None) -> image set, for one of the user's own.
-        check_own: refuses what `open_own` would, as far as that takes no time.
-        count_classes: root -> the number of its classes, where that takes well under a second.
-        has_several_labels: root -> whether its images may have several labels each; None where none has.
+        open_own: (root, split, share for evaluation or None) -> image set, for a user's own set.
+        check_own: refuses what `open_own` would, as far as can be checked quickly.
+        count_classes: root -> the number of its classes, if that takes well under a second.
+        has_several_labels: root -> whether its images may have several labels each; None if they never do.
         table: its numbers in the paper's Table 4, if it is there.
     """
 
@@ -63,7 +63,7 @@ class Source(Location):
 
 
 def _ten(_: Path) -> int:
-    """Return the number of classes of digits and of clothes."""
+    """Return the number of classes of digits, and of clothes."""
     return 10
 
 
@@ -262,12 +262,12 @@ def check_image_set(
 
     Args:
         name: one of IMAGE_SETS.
-        root: the folder that holds the set; None is its usual place.
-        num_classes: how many classes it should have, where somebody knows.
-        validation_share: of a set of the user's own, the share of each class that evaluates; None expects a split.
+        root: the folder that holds the set; None means its usual place.
+        num_classes: the number of classes that it should have, if known.
+        validation_share: for a user's own set, the share of each class that is for evaluation; None expects a split.
 
     Returns:
-        The folder; for a set that comes with a package, it means nothing.
+        The folder; meaningless for a set that comes with a package.
 
     Raises:
         DataMissing: the set is missing.
@@ -294,7 +294,7 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
 
     Raises:
         DataMissing: the set is missing.
-        ValueError: the name is unknown, or it takes long to count them.
+        ValueError: the name is unknown, or counting the classes takes long.
     """
     check_known("image set", name, IMAGE_SETS)
     source = IMAGE_SETS[name]
@@ -324,7 +324,7 @@ def open_image_set(
         name: one of IMAGE_SETS.
         split: "train" or "test". As in the paper's Table 4, ImageNet's "test" is its 50,000 validation images, and
             "train" of Oxford Pets and FGVC Aircraft is their training and validation images together.
-        root: the folder that holds the set; None is its usual place.
+        root: the folder that holds the set; None means its usual place.
         validation_share: as in `check_image_set`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The reader of image files in one folder per class, as most tools expect them: ImageNet-2012, and one's own."""
+"""The reader of image files in one folder per class, as most tools expect: ImageNet-2012, and the user's own images."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,22 @@ _FOLDERS = {"train": "train", "test": "val"}
 
 
 def count_class_folders(root: Path) -> int:
-    """Return the number of folders in root/train, or in root where there is none."""
+    """Return the number of folders in root/train or, without root/train, in root."""
     return len(_list_classes(find_training_folder(root)))
 
 
 def _list_classes(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder that are not hidden, sorted."""
+    """Return the sorted names of a folder's subfolders that are not hidden."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
 
 
 def check_own_folders(root: Path, share: float | None) -> None:
-    """Refuse a folder of one's own images that lacks evaluation images, or has two kinds of them.
+    """Refuse a user's folder without two or more well-named classes, or without evaluation images from one source.
 
     Args:
         root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
-        share: of the images of each class, for evaluation; None where root/val has them.
+        share: the share of each class's images for evaluation; None if root/val has them.
     """
     has_val = (root / "val").is_dir()
     if share is not None and has_val:
@@ -40,26 +40,26 @@ def check_own_folders(root: Path, share: float | None) -> None:
         )
     if share is None and not (has_val and (root / "train").is_dir()):
         raise ValueError(
-            f"data.root is {root}, which has no train/<class> and val/<class>: sort your images so, or set "
+            f"data.root is {root}, which has no train/<class> and val/<class>: sort your images into these, or set "
             "data.validation_share=0.1 to evaluate on a tenth of each class."
         )
     if (num_classes := count_class_folders(root)) < 2:
         raise ValueError(
-            f"data.root is {root}, which has {num_classes} folders of classes in {find_training_folder(root)}, "
+            f"data.root is {root}, which has {num_classes} class folders in {find_training_folder(root)}, "
             "expected 2 or more: sort your images into one folder per class."
         )
     for name in _list_classes(folder := find_training_folder(root)):
         if not is_class_name(name):
             raise ValueError(
                 f"{str(folder / name)!a} has a name that is not one line of UTF-8 without control characters, and runs "
-                "keep the names of classes: rename it."
+                "store the names of classes: rename it."
             )
     if share is None:
         _find_classes(root)
 
 
 def _find_classes(root: Path) -> list[str]:
-    """Return the names of the folders of root/train, which are those of root/val."""
+    """Return the names of the folders of root/train, which must be those of root/val."""
     names, val_names = (_list_classes(root / name) for name in ("train", "val"))
     if different := sorted(set(val_names).symmetric_difference(names)):
         raise ValueError(
@@ -75,7 +75,7 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     Args:
         root: as in `check_own_folders`.
         split: "train" or "test".
-        share: as in `check_own_folders`. The images' names decide, so that more images move hardly any of the others.
+        share: as in `check_own_folders`. Images are drawn by their names, so adding images moves hardly any others.
 
     Raises:
         ValueError, FileNotFoundError: as `open_class_folders`.
@@ -99,15 +99,18 @@ def take_share(images: Sequence[str], split: str, share: float, class_name: str)
     """Return the positions of the images of one class that belong to a split; each split has at least one."""
     if len(set(images)) < 2:
         count = "one image" if images else "no image that is not listed under another class first"
-        raise ValueError(f"the class {class_name} has {count}, expected 2 or more to share out; add another")
+        raise ValueError(
+            f"the class {class_name} has {count}, expected 2 or more to divide between the splits; add another"
+        )
     drawn = draw_share(images, share)
     return [position for position, image in enumerate(images) if (image in drawn) == (split == "test")]
 
 
 def draw_share(images: Sequence[str], share: float) -> set[str]:
-    """Return which of 2 or more images are for evaluation: that share of them, one at least, and not all.
+    """Return which of 2 or more images are for evaluation: this share of them, at least one, and not all.
 
-    Their names decide. An image that is listed twice counts once, and further images move at most one over the border.
+    They are drawn by their names. An image that is listed twice counts once, and adding an image moves at most one
+    other between the splits.
     """
     ordered = sorted(set(images), key=lambda name: sha256(name.encode(errors="surrogateescape")).digest())
     return set(ordered[: min(max(1, round(share * len(ordered))), len(ordered) - 1)])
@@ -129,9 +132,9 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
 
 
 def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
-    """Return the paths below `folder` of all files with the ending of an image, their classes, and all other files.
+    """Return the paths below `folder` of all files with an image's suffix, their classes, and all other files.
 
-    They are sorted by class, folder and name. Hidden files are not among the others.
+    They are sorted by class, folder and name. Hidden files are left out.
     """
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
@@ -159,10 +162,10 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
 def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder of a class, relative to `folder`, with its files; `visited` maps true paths to folders.
 
-    A hidden folder has copies of images, which would stand in both splits.
+    Hidden folders are skipped: they have copies of images, which could be in both splits.
     """
     for place, folders, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
-        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk goes into those that stay
+        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk enters those that stay
         true_path = os.path.realpath(place)
         if true_path in visited:
             raise ValueError(

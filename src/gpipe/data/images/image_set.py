@@ -15,7 +15,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 SPLITS = ("train", "test")
 # Photographs only: PIL starts Ghostscript for any file that begins like PostScript.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# Of the files that count as images in a folder; browsers save JPEG as .jfif too.
+# Files with these suffixes count as images; browsers save JPEG as .jfif too.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -28,7 +28,7 @@ class ImageSet(Protocol):
 
     @property
     def labels(self) -> NDArray[np.int64] | NDArray[np.bool_]:
-        """Return the class of every image, [n], without decoding any; of several labels each, [n, classes]."""
+        """Return the class of every image, [n], without decoding any; for several labels each, [n, classes]."""
 
     @property
     def class_names(self) -> Sequence[str]:
@@ -76,9 +76,9 @@ class ImageFiles:
     Args:
         root: the folder.
         names: the paths of the images relative to root, [n].
-        labels: integers [n]; or, for several labels each, whether an image has each, bool [n, classes].
+        labels: integers [n]; or, for several labels each, bool [n, classes]: whether an image has each label.
         class_names: the name of each class.
-        left_out: paths relative to root of files among the images that are none by their names.
+        left_out: paths relative to root of files that are not images, by their names.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ImageFiles:
             return []
         count, first = len(self._left_out), self._left_out[0]
         files = "1 file" if count == 1 else f"{count:,} files"
-        return [f"{files} below {self.root} left out, such as {first}: convert to JPEG or PNG what is an image"]
+        return [f"{files} below {self.root} left out, such as {first}: convert those that are images to JPEG or PNG"]
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -145,7 +145,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """
     is_integer = image.mode == "I"  # PIL's mode for the 16 bits of PGM and, in older versions, of PNG
     if image.mode.startswith("I;16") or (is_integer and image.format in ("PNG", "PPM")):
-        tags = getattr(image, "tag_v2", {})  # of a TIFF, which alone may have 12 bits, or 0 for white
+        tags = getattr(image, "tag_v2", {})  # a TIFF's: only a TIFF may have 12 bits, or 0 for white
         bits, is_inverted = tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
         image.load()  # numpy would hide the error of a truncated file
         grey = (np.asarray(image) >> (bits - 8)).astype(np.uint8)
@@ -156,12 +156,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether people do not see a file or folder of this name, such as macOS and NAS leave beside images."""
+    """Return whether a file or folder of this name is hidden, such as those that macOS and NAS leave beside images."""
     return name.startswith(".") or name == "@eaDir"  # where a Synology NAS keeps thumbnails
 
 
 def is_class_name(name: str) -> bool:
-    """Return whether files of lines and a terminal can show a name: no control characters, and none but UTF-8."""
+    """Return whether a name fits on one line of a file or terminal: UTF-8 without control characters."""
     return name.isprintable() or not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
 

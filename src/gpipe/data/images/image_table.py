@@ -1,4 +1,4 @@
-"""The reader of image files that a table lists, with one or several labels each: CSV or Parquet, of one's own."""
+"""The reader of the user's own images listed in a table, CSV or Parquet, with one or several labels each."""
 
 import csv
 import math
@@ -19,13 +19,15 @@ from gpipe.data.images.image_set import ImageFiles, are_files, is_class_name
 _SUFFIXES = (".csv", ".parquet")
 _TABLES = {"train": "train", "test": "val"}
 SEPARATOR = "|"
-"""Between the labels of an image, in the column `labels` of a CSV."""
+"""Separates an image's labels in the column `labels` of a CSV."""
 
 
 class _Table(NamedTuple):
-    """What a table says.
+    """The contents of a table.
 
-    labels: of each image, one or several. has_several: whether the table has a column of several.
+    Attributes:
+        labels: those of each image, one or several.
+        has_several: whether the column is called `labels`.
     """
 
     path: Path
@@ -40,16 +42,16 @@ def count_table_classes(root: Path) -> int:
 
 
 def has_several_labels(root: Path) -> bool:
-    """Return whether the images of the training table have several labels each."""
+    """Return whether the images of the training table may have several labels each."""
     return _read_split(root, "train").has_several
 
 
 def check_own_table(root: Path, share: float | None) -> None:
-    """Refuse tables that lack evaluation images, or have two kinds of them, or do not fit each other.
+    """Refuse tables without two or more classes or evaluation images from one source, or that do not match.
 
     Args:
         root: has train.csv or train.parquet, and one such table called val, unless there is a share.
-        share: of the images of each class, for evaluation; None where root has a table for that.
+        share: the share of each class's images for evaluation; None if root has a table for that.
     """
     table, val = _read_split(root, "train"), _find_table(root, "val")
     if share is not None and val is not None:
@@ -68,12 +70,12 @@ def check_own_table(root: Path, share: float | None) -> None:
         other = _read_split(root, "test")
         if other.has_several != table.has_several:
             raise ValueError(
-                f"{table.path} and {other.path} have columns of different names: call both label, or labels."
+                f"{table.path} and {other.path} have columns of different names: call both columns label, or labels."
             )
         if unknown := sorted(set(_list_classes(other)) - set(classes)):
             raise ValueError(
                 f"{other.path} has the label {unknown[0]!r}, which no image of {table.path} has: correct it, or add "
-                "training images of it."
+                "training images with it."
             )
 
 
@@ -83,12 +85,12 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     Args:
         root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
         split: "train" or "test".
-        share: as in `check_own_table`. Of images with several labels each, it is a share of all. All rows of an image
-            are in one split, whatever their labels and however they spell its path.
+        share: as in `check_own_table`. For images with several labels each, it is a share of all images. All rows of an
+            image are in one split, whatever their labels and however they spell its path.
 
     Raises:
-        ValueError: as `check_own_table`.
-        FileNotFoundError: a file that is listed does not exist.
+        ValueError: as for `check_own_table`.
+        FileNotFoundError: a listed file does not exist.
     """
     check_own_table(root, share)
     train = _read_split(root, "train")
@@ -98,7 +100,7 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     if len(missing):
         raise FileNotFoundError(
             f"{root / table.names[missing[0]]} does not exist, one of {len(missing)} missing files that {table.path} "
-            "lists: correct the table, or set data.root to the folder that its paths begin in."
+            "lists: correct the table, or set data.root to the folder that its paths are relative to."
         )
     number = {name: label for label, name in enumerate(classes)}
     rows = list(range(len(table.names)))
@@ -116,9 +118,9 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
 
 
 def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
-    """Return the rows that are for evaluation: all those of the images that are drawn by the names in their first rows.
+    """Return the rows for evaluation: all rows of the drawn images, which are drawn by the names in their first rows.
 
-    Of images with one label each, a share of each class is drawn; an image's class is its first row's.
+    If images have one label each, a share of each class is drawn; an image's class is its first row's.
     """
     images = [os.path.normpath(root / name) for name in table.names]
     first: dict[str, int] = {}
@@ -158,15 +160,15 @@ def _read(path: Path, _changed: int) -> _Table:
     own = [name for name in ("label", "labels") if name in columns]
     if "path" not in columns or len(own) != 1:
         raise ValueError(
-            f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label, of one label "
-            "each, or labels, of several: rename them."
+            f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label (one per image) or "
+            "labels (several): rename them."
         )
     has_several = own == ["labels"]
     for row, value in enumerate(columns[own[0]], start=1):
         if has_several and not (_is_missing(value) or isinstance(value, str | list)):
             raise ValueError(
-                f"{path}, image {row}, has the labels {value!r}, expected a list, or words with {SEPARATOR} between "
-                "them: write such, or call the column label, of one label each."
+                f"{path}, image {row}, has the labels {value!r}, expected a list, or words separated by {SEPARATOR}: "
+                "correct it, or call the column label if each image has one."
             )
     names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
     labels = [_split(value, has_several) for value in columns[own[0]]]
@@ -175,8 +177,8 @@ def _read(path: Path, _changed: int) -> _Table:
             raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
         if wrong := [label for label in given if not is_class_name(label)]:
             raise ValueError(
-                f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, for "
-                "runs keep a line per class: rename it."
+                f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, "
+                "because runs store one line per class: rename it."
             )
     return _Table(path, names, labels, has_several)
 
@@ -191,7 +193,7 @@ def _split(value: Any, has_several: bool) -> tuple[str, ...]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value is empty, null, or NaN, as which other programs write a null."""
+    """Return whether a value is empty, null, or NaN, which some programs write for null."""
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
@@ -208,8 +210,8 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
                     raise ValueError(f"line {number} has {len(row)} values for {len(columns)} columns")
                 for name, value in zip(columns, row, strict=True):
                     columns[name].append(value.strip())
-    except (ValueError, csv.Error) as error:  # of which an error of UTF-8 is one
-        raise ValueError(f"{path} is no table ({error}): write it as CSV in UTF-8, with commas.") from None
+    except (ValueError, csv.Error) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"{path} is not a table ({error}): write it as CSV in UTF-8, with commas.") from None
     return columns
 
 
@@ -224,5 +226,5 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = parquet.read_table(path, columns=known).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         first = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is no Parquet table ({first}): write it again.") from None
+        raise ValueError(f"{path} is not a Parquet table ({first}): write it again.") from None
     return columns

@@ -1,4 +1,4 @@
-"""Few labelled images, and a validation split, of the training images of a set."""
+"""Choose a subset, and a validation split, of a set's training images."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class ImageSubset:
 
     Args:
         image_set: the whole set.
-        positions: of its images, integers [n].
+        positions: indices of its images, integers [n].
     """
 
     def __init__(self, image_set: ImageSet, positions: NDArray[np.int64]) -> None:
@@ -41,14 +41,14 @@ class ImageSubset:
 
 
 def order_by_class(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return the positions of all images in the order in which a stratified choice takes them.
+    """Return the positions of all images in the order of a stratified choice.
 
-    The images of each class are shuffled. Then each class gives one image in turn, as long as it has any. So the first
-    n have as many images of each class as possible, and they are among the first n + 1.
+    The images of each class are shuffled. Then each class gives one image in turn, while it has any. So the first n
+    images are as balanced over the classes as possible, for every n.
 
     Args:
         labels: the class of each image, [n].
-        seed: of the choice.
+        seed: the seed of the choice.
     """
     draw = random.Random(f"labelled images {seed}")  # noqa: S311 - no secret
     ranks = np.empty(len(labels), dtype=np.int64)
@@ -63,17 +63,17 @@ def order_by_class(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
 def split_training_images(
     name: str, image_set: ImageSet, max_images: int | None, validation_images: int | None, seed: int
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Return the images to train on, and those to choose settings on; no image is in both.
+    """Return the training images and the validation images; no image is in both.
 
     The validation images are the first of `order_by_class`, so they do not depend on `max_images`; the training images
-    come next, so fewer are among more.
+    come next, so a smaller set is a subset of a larger one.
 
     Args:
-        name: of the set, for messages.
+        name: the set's name, for messages.
         image_set: its training images.
         max_images: the most images to train on; None takes all that are left.
-        validation_images: the number of images to choose settings on; None keeps none.
-        seed: of the choice.
+        validation_images: the number of images for choosing settings; None holds out none.
+        seed: the seed of the choice.
 
     Raises:
         ValueError: the set has too few images, or they have several labels each.

@@ -1,4 +1,4 @@
-"""Mini-batches of images for one process of the training."""
+"""Mini-batches of images for one training process."""
 
 import multiprocessing
 import sys
@@ -29,15 +29,15 @@ _Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the im
 
 
 class ImageLoader(EpochLoader):
-    """Yield the mini-batches of an epoch: (images [n, channels, h, w] or None, labels int64 [n]).
+    """Yields the mini-batches of an epoch: (images [n, channels, h, w] or None, labels int64 [n]).
 
-    A new iteration ends the previous one. Where images are mixed, or have several labels each, float32 targets [n,
+    A new iteration ends the previous one. If images are mixed, or have several labels each, float32 targets [n,
     classes] replace the labels.
 
     The next good image of the same class, in the set's order, replaces a broken image. It is augmented as the broken
-    one would be. The replacement depends on the files alone, so it is the same in every process and epoch and for every
-    K, and the label stays right on processes that decode nothing. A process names each broken image that it decodes
-    once on stderr.
+    one would be. The replacement depends only on the files, so it is the same in every process and epoch and for every
+    K, and the label stays right on processes that decode nothing. A process reports each broken image that it decodes
+    once, on stderr.
 
     Args:
         image_set, batch_size, seed, options: as in EpochLoader.
@@ -46,7 +46,7 @@ class ImageLoader(EpochLoader):
         load_images: False yields labels only, for processes that hold only the last stage.
         pin_memory: put images into page-locked memory.
         prefetch_factor: mini-batches that each worker prepares ahead.
-        max_broken_images: how many files may be broken.
+        max_broken_images: the number of files that may be broken.
         mixing: mixes the images of this replica's part of each mini-batch; None leaves them as they are.
 
     Raises:
@@ -54,7 +54,7 @@ class ImageLoader(EpochLoader):
         BrokenImage: raised by an iteration that meets more broken images than allowed.
 
     Attributes:
-        broken_images: the index of each broken image found so far -> why it is broken.
+        broken_images: the broken images found so far: index -> why it is broken.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class _TransformedImages(Dataset[_Answer]):
         self.mixing = mixing
 
     def __getitem__(self, request: _Request) -> _Answer:
-        """Return images [n, channels, h, w], or the error: raised in a worker, it would be a nested traceback."""
+        """Return images [n, channels, h, w], or the error: raising it in a worker would give a nested traceback."""
         epoch, number, indices = request
         broken: dict[int, str] = {}
         try:
@@ -206,7 +206,7 @@ def _explain_limit(message: str, limit: int) -> str:
 
 
 def _stack(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
-    """Copy samples into one tensor as they come, which is faster than memory for each; refuse unequal shapes."""
+    """Copy samples into one tensor as they come, which is faster than collecting them; refuse unequal shapes."""
     batch: torch.Tensor | None = None
     for position, sample in enumerate(samples):
         if batch is None:
@@ -215,14 +215,14 @@ def _stack(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
                 batch.share_memory_()  # reaches the main process without another copy
         if sample.shape != batch.shape[1:]:
             shapes = f"{tuple(batch.shape[1:])} and {tuple(sample.shape)}"
-            raise ValueError(f"the transform made images of the shapes {shapes}: they must all have one shape")
+            raise ValueError(f"the transform made images of the shapes {shapes}: they must all have the same shape")
         batch[position] = sample
     assert batch is not None, "every request has an image"
     return batch
 
 
 class _QuietLoader(DataLoader[_Answer]):
-    """Says nothing of more workers than cores: the default is for more cores, and a laptop of two is none the worse."""
+    """Does not warn of more workers than cores: the default suits more cores, and does no harm on a laptop with two."""
 
     def check_worker_number_rationality(self) -> None:
         """Accept any number."""

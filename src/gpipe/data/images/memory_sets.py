@@ -96,7 +96,7 @@ def _check_header(content: bytes, num_bytes: int, item_shape: tuple[int, ...], m
 def open_digits(_root: Path, split: str) -> ImageArray:
     """Open scikit-learn's digits (Alpaydin and Kaynak 1998): 1,797 images, 8x8 grey, about 180 per class."""
     table = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    rows = np.loadtxt(str(table), delimiter=",")  # `load_digits` does so too, after seconds of imports
+    rows = np.loadtxt(str(table), delimiter=",")  # as `load_digits` does, after seconds of imports
     images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8)  # its values are counts of pixels, 0 to 16
     return _take_split(images.reshape(-1, 8, 8), rows[:, -1].astype(np.int64), split)
 

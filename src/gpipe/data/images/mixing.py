@@ -9,7 +9,7 @@ from timm.data.mixup import Mixup  # isort: skip
 
 
 class Mixing:
-    """Mix the images of a mini-batch in pairs, the first with the last, by timm's Mixup.
+    """Mixes the images of a mini-batch in pairs, the first with the last, with timm's Mixup.
 
         images    a           b           c           d
         mixup     w a + v d   w b + v c   w c + v b   w d + v a      with v = 1 - w
@@ -18,14 +18,14 @@ class Mixing:
 
     w and the box are drawn once per mini-batch, as a function of (seed, epoch, number of the mini-batch). A process
     without images draws the same as one that has them. Each replica mixes within its own part of a mini-batch, and all
-    replicas draw the same. With both methods, each mini-batch takes one of them, with even odds.
+    replicas draw the same. With both methods on, each mini-batch uses one of them, with equal probability.
 
     Targets are not smoothed: the loss does that.
 
     Args:
         mixup: both parameters of the beta distribution of w; 0 turns mixup off.
         cutmix: the same for CutMix.
-        num_classes: of the targets.
+        num_classes: the number of classes of the targets.
         image_size: pixels per side.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Image sets that torchvision reads; the result is checked against the files on the disk."""
+"""Image sets that torchvision reads; the result is checked against the files on disk."""
 
 import re
 import struct
@@ -38,7 +38,7 @@ def _find_changed(cifar: Any, folder: Path) -> str:
 
     checksums = [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]
     changed = next(name for name, checksum in checksums if not check_integrity(str(folder / name), checksum))
-    return f"{folder / changed} is not the original file, its md5 checksum differs; unpack {cifar.filename} again"
+    return f"{folder / changed} is not the original file: its md5 checksum differs; unpack {cifar.filename} again"
 
 
 def open_stanford_cars(root: Path, split: str) -> ImageFiles:
@@ -78,7 +78,7 @@ def open_food101(root: Path, split: str) -> ImageFiles:
     """List the images of a split of Food-101, class by class.
 
     Raises:
-        ValueError: the list is damaged, or has other classes than classes.txt.
+        ValueError: the list is damaged, or its classes differ from those of classes.txt.
     """
     folder = root / "food-101"
     listing = folder / "meta" / f"{split}.json"
@@ -147,9 +147,9 @@ def _open_listed(
     """Read a list with a class of torchvision.datasets, and return its images in `folder`.
 
     Args:
-        class_name: of torchvision.datasets.
-        root: of the data.
-        folder: of the images.
+        class_name: a class of torchvision.datasets.
+        root: the folder of the data.
+        folder: the folder of the images.
         listing: the list.
         entry: what a message calls an entry of the list.
         options: further arguments of the class.

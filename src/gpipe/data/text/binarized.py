@@ -86,7 +86,7 @@ def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size
 def open_binarized(
     cache: TokenCache, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
 ) -> CachedPairs:
-    """Open a binarised language, whose ids stay in its .bin files. The first time, check every id."""
+    """Open a binarised language, whose ids stay in its .bin files; check every id the first time."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         long = count_long_pairs(max_tokens)
@@ -117,7 +117,7 @@ class _Side:
         self._tokens = _map(path, kind)
         self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
         self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
-        self._end = 0  # of what was read so far, in tokens
+        self._end = 0  # the end of what was read so far, in tokens
 
     def __len__(self) -> int:
         return len(self._lengths)

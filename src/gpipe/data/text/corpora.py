@@ -94,7 +94,7 @@ def check_corpus(name: str, root: str | Path | None = None, languages: Sequence[
 
     Raises:
         DataMissing: the corpus is missing.
-        ValueError: the name is unknown, or one of the languages is.
+        ValueError: the name or a language is unknown.
     """
     source = _find_row(name)
     folder = source.find_root(name, root)
@@ -107,7 +107,7 @@ def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
     """Return the tokenizer at a path or, without a path, the corpus's own; a binarised corpus has none.
 
     Raises:
-        ValueError: the file is not a tokenizer of this project, or the name is unknown.
+        ValueError: the file is not a SentencePiece model with our special ids, or the name is unknown.
     """
     if path is not None:
         return Tokenizer(path)
@@ -139,13 +139,13 @@ def open_corpus(
     Args:
         name: one of CORPORA.
         split: "train", "valid" or "test".
-        root: the folder that holds the corpus; None is its usual place.
+        root: the folder that holds the corpus; None means its usual place.
         tokenizer: what `open_tokenizer` returns.
-        languages: the languages to read; None is all.
+        languages: the languages to read; None means all.
         max_tokens: leave out longer sentences; END counts.
         max_pairs: the most pairs per language, in the train split only.
-        cache: the folder for the ids of a corpus that is not kept in memory; None is token_cache in the root. The first
-            process to open it fills it; the others wait.
+        cache: the folder for the ids of a corpus that is not kept in memory; None means token_cache in the root. The
+            first process to open it fills it; the others wait.
 
     Raises:
         DataMissing: the corpus is missing.
@@ -193,7 +193,7 @@ def open_corpus(
 
 
 def _add_up(languages: Iterable[Sequence[Skipped]]) -> list[Skipped]:
-    """Add up what was left out of all languages, by reason; `first` is that of the first language."""
+    """Add up the pairs left out of all languages, by reason; `first` is that of the first language."""
     found: dict[str, Skipped] = {}
     for skipped in languages:
         for each in skipped:
@@ -223,7 +223,7 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
         raise ValueError(f"data.languages is empty: name some of {list_some(known)}, or null for all")
     for language in languages:
         if language not in known:
-            quote = "write 'no' in quotes, which YAML takes for false, or " if language == "False" else ""
+            quote = "write 'no' in quotes, which YAML reads as false, or " if language == "False" else ""
             raise ValueError(
                 f"data.languages has {language!r}, which the corpus {name} does not have: {quote}choose among "
                 f"{list_some(known)}"

@@ -1,4 +1,4 @@
-"""Sentence pairs from gettext catalogues, which hold the translations of programs."""
+"""Sentence pairs from gettext catalogues, which hold the translations of programs' messages."""
 
 import gettext
 import re
@@ -45,7 +45,7 @@ def pair_forms(
 
 
 def read_mo(path: Path) -> list[Pair]:
-    """Return the pairs of a compiled catalogue in its order, each once.
+    """Return the distinct pairs of a compiled catalogue, in its order.
 
     Source of the format: gettext's manual, "The Format of GNU MO Files". Two tables hold the (length, offset) of each
     string. In a string, a zero byte separates singular and plural, and a byte 4 ends the context.
@@ -80,7 +80,7 @@ def _read_entries(data: bytes) -> Iterator[Pair]:
             if start + length > len(data):
                 raise ValueError(f"entry {entry} ends beyond the file's end")
             num_bytes += length
-            if num_bytes > len(data):  # a small file could repeat its bytes without end
+            if num_bytes > len(data):  # a small file could repeat its bytes endlessly
                 raise ValueError(f"entry {entry} shares its bytes with others")
             texts.append(data[start : start + length].decode())
         yield texts[0], texts[1]

@@ -21,7 +21,7 @@ SPLITS = ("train", "valid", "test")
 VLC_CATALOGUES = "usr/share/locale/*/LC_MESSAGES/vlc.mo"
 _EMBEDDED = "multilingual_corpus.tsv.xz"
 _SALT = "gpipe multilingual corpus 1"
-# About 100 of 1,000 English lines are for testing: several thousand pairs, with 102 languages.
+# About 100 of 1,000 English lines are for testing: several thousand pairs in 102 languages.
 _VALID_FROM, _TEST_FROM = 0.8, 0.9
 
 

@@ -1,4 +1,4 @@
-"""Sentence pairs as token ids, by language: the sources make them, and the loader reads them."""
+"""Sentence pairs as token ids, by language, as the loader reads them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ _SUBSET = 0x9A125  # keeps the choice of a subset apart from other random data
 
 @dataclass
 class Skipped:
-    """Count the pairs that were left out of a corpus for one reason, and remember the first.
+    """Counts the pairs that were left out of a corpus for one reason, and notes the first.
 
     Attributes:
         reason: continues "skipped 3 pairs ".
-        number: of pairs.
+        number: the number of pairs.
         first: the place of the first pair, such as "train.de-en.de:17".
     """
 
@@ -92,14 +92,14 @@ class LanguagePairs:
 class ParallelCorpus:
     """One split of a corpus of several languages with one target language.
 
-    Pairs are numbered from 0 on, language after language.
+    Pairs are numbered from 0, language by language.
 
     Args:
         pairs: language -> its pairs, at least one each.
-        vocabulary_size: of both sides together.
-        skipped: what was left out.
-        max_pairs: keep at most this many pairs of each language. A smaller number keeps a subset of what a larger one
-            keeps. The choice briefly takes eight bytes per pair of the language.
+        vocabulary_size: the size of the vocabulary that both sides share.
+        skipped: the pairs that were left out.
+        max_pairs: the most pairs of each language. A smaller number keeps a subset of what a larger one keeps. The
+            choice briefly takes eight bytes per pair of the language.
 
     Raises:
         ValueError: there is no language.
@@ -124,7 +124,7 @@ class ParallelCorpus:
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
         self._blocks = self._pairs
         if all(each.is_in_memory for each in self._pairs):
-            # One array for all languages: a mini-batch is read at once, and the tokens are kept only once.
+            # One array for all languages: a mini-batch is one read, and the tokens are stored only once.
             whole = LanguagePairs.join(self._pairs)
             self._blocks = [whole]
             self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
@@ -179,7 +179,7 @@ class ParallelCorpus:
         return self._pad(numbers, width, attrgetter("targets"))
 
     def warnings(self) -> list[str]:
-        """Return one sentence per reason for which pairs were left out."""
+        """Return one sentence per reason why pairs were left out."""
         return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
 
     def _pad(
@@ -201,5 +201,5 @@ def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
 
 
 def list_some(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names; if there are more, add how many there are in all."""
+    """Return the first names and, if there are more, their total number."""
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"

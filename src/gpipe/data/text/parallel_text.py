@@ -10,7 +10,7 @@ from gpipe.data.text.sentences import Sentences
 from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
-_LONGEST_LINE = 1 << 20  # bytes: a file without line ends would fill the memory
+_LONGEST_LINE = 1 << 20  # bytes: a file without line breaks would fill the memory
 # The most pairs and characters to hold as text at a time.
 _BLOCK = 50_000
 _BLOCK_CHARACTERS = 1 << 24
@@ -47,7 +47,7 @@ def find_files(root: Path, split: str, language: str, endings: Sequence[str], re
 
 def find_text_files(root: Path, split: str, language: str) -> list[Path]:
     """Return the text file of a language and the English one; errors as in `find_files`."""
-    return find_files(root, split, language, ("",), "a language of parallel text needs it in every split")
+    return find_files(root, split, language, ("",), "each language of parallel text needs this file in every split")
 
 
 def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
@@ -55,7 +55,7 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
 
     Raises:
         ValueError: a file is missing, the files differ in length, a line is longer than 1 MiB, or text is not UTF-8.
-            The message has file and line.
+            The message names file and line.
     """
     paths = find_text_files(root, split, language)
     counts = [0, 0]
@@ -65,8 +65,8 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
             yield TextPair(source, target, str(paths[0]), counts[0])
     if counts[0] != counts[1]:
         raise ValueError(
-            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: the lines of "
-            "equal number must mean the same"
+            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: lines with "
+            "the same number must be translations of each other"
         )
 
 
@@ -87,7 +87,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def open_text(
     cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
 ) -> CachedPairs:
-    """Open a language of plain text. The first time, tokenise it, some thousand lines at a time."""
+    """Open a language of plain text; tokenise it the first time, block by block."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         encoder = TextEncoder(tokenizer, max_tokens)
@@ -107,10 +107,10 @@ _Encoded = tuple[TextPair, list[int], list[int]]
 
 
 class TextEncoder:
-    """Encode lines as token ids; leave out and count pairs that are empty on a side or too long.
+    """Encodes lines as token ids; leaves out and counts pairs that are too long or have an empty side.
 
     Args:
-        tokenizer: of both sides.
+        tokenizer: the tokenizer of both sides.
         max_tokens: the most tokens of a sentence on either side, END included.
     """
 
@@ -143,7 +143,7 @@ class TextEncoder:
         targets = self._encode_targets([pair.target for pair in block])
         encoded = list(zip(block, sources, targets, strict=True))
         full = [each for each in encoded if each[1] and each[2]]
-        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END comes on top
+        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END adds one
         _count_skipped(self._empty, encoded, full)
         _count_skipped(self._long, full, short)
         size = self._tokenizer.vocabulary_size
@@ -151,7 +151,7 @@ class TextEncoder:
         return LanguagePairs(*kept)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
-        """Encode English lines, and remember some: a corpus of many languages repeats them."""
+        """Encode English lines, and cache some, because a corpus of many languages repeats them."""
         if len(self._targets) > _BLOCK:
             self._targets.clear()
         new = [line for line in dict.fromkeys(lines) if line not in self._targets]

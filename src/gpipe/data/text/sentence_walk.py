@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpipe.data.randomness import make_walk_generator
 
 # Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random order, so
-# it needs no permutation of all pairs, and reads the disk in pieces of some hundred kilobytes. With blocks of 2,048
+# it needs no permutation of all pairs, and reads the disk in pieces of a few hundred kilobytes. With blocks of 2,048
 # pairs, the pages that the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14
 _NUM_ROUNDS = 8
@@ -27,28 +27,28 @@ def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0: 1 draws by size, more draws more evenly")
     shares = np.asarray(num_pairs, dtype=np.float64)
-    weights = (shares / shares.max()) ** (1 / temperature)  # over the largest: at low temperatures, shares underflow
+    weights = (shares / shares.max()) ** (1 / temperature)  # at low temperatures, undivided shares would underflow
     return np.asarray(weights / weights.sum())
 
 
 class SentenceWalk:
-    """Walk through the pairs of each language again and again, each time in a new order.
+    """Walks through the pairs of each language repeatedly, each time in a new order.
 
         language with 4 pairs    | 2 0 3 1 | 1 3 2 0 | 0 1 ...      passes
         5 pairs per epoch        | epoch 0   | epoch 1   |
 
         a pass through a large language    | block 2, shuffled | block 0, shuffled | block 1, shuffled | rest |
 
-    Over all epochs, no pair comes twice before all others of its language have come. An epoch's number alone decides
-    where it begins. A language whose share of an epoch is 0.3 pairs is in three of ten epochs.
+    Over all epochs, no pair comes twice before all others of its language have come once. Where an epoch begins depends
+    only on its number. A language whose share of an epoch is 0.3 pairs appears in three of ten epochs.
 
     Deviation: the paper does not say how it shuffled 25 billion examples; we cut a language into blocks of 16,384
     neighbouring pairs, and in each pass shuffle the blocks and then the pairs within each block.
 
     Args:
-        num_pairs: of each language.
-        draws: how many pairs of each language an epoch draws on average; need not be whole.
-        seed: of the run.
+        num_pairs: the number of pairs of each language.
+        draws: the number of pairs of each language that an epoch draws on average; need not be whole.
+        seed: the run's seed.
     """
 
     def __init__(self, num_pairs: NDArray[np.int64], draws: NDArray[np.float64], seed: int) -> None:
@@ -90,13 +90,13 @@ class SentenceWalk:
             yield (shift + rows[max(0, first - begin) : last - begin]) % size
 
     def _order(self, language: int, number: int, block: int, size: int) -> NDArray[np.int64]:
-        # Block 0 adds nothing to the key: small corpora keep the walk that they had before there were blocks.
+        # Block 0 adds nothing to the key, so that small corpora keep the walk from before there were blocks.
         key = (language, number, block) if block else (language, number)
         return make_walk_generator(self._seed, *key).permutation(size)
 
 
 class IndexPermutation:
-    """Permute range(num) index by index, without memory, by a Feistel network over the next even number of bits.
+    """Permutes range(num) index by index, without memory, with a Feistel network over the next even number of bits.
 
         left | right  ->  right | left ^ hash(right, key)        one round; invertible for any hash
 

@@ -16,14 +16,14 @@ from gpipe.durable_files import locked, replacing
 
 CACHE = ".token_cache"
 _FOLDERS = {"train": "train", "test": "val"}
-_LINES = 10_000  # that are encoded at once
+_LINES = 10_000  # to encode at once
 
 
 class TextSequences:
-    """Sequences of a text: sequence i has the tokens from i x length on, and one more to predict.
+    """Sequences of a text: sequence i has `length` tokens, starting at i x length, and one more to predict.
 
     Args:
-        tokens: ids, [number], such as a file's that is mapped into memory.
+        tokens: ids [n], such as those of a file mapped into memory.
         sequence_length: the number of tokens that a model reads.
     """
 
@@ -31,7 +31,7 @@ class TextSequences:
         self._tokens, self._length = tokens, sequence_length
 
     def __len__(self) -> int:
-        """Return the number of sequences; what is left at the end makes none."""
+        """Return the number of whole sequences."""
         return max(0, len(self._tokens) - 1) // self._length
 
     def sequence(self, index: int) -> NDArray[np.int64]:
@@ -45,11 +45,11 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
 
     Args:
         root: has train/ and val/ with .txt files at any depth; or, with a share, train/ or such files.
-        share: of the text, for evaluation, from the end of each file; None where root/val has texts.
+        share: the share of the text for evaluation, from the end of each file; None if root/val has texts.
 
     Raises:
         DataMissing: there are no such files.
-        ValueError: there are two kinds of texts for evaluation, or none.
+        ValueError: there is a share, but root/val has texts too.
     """
     if not root:
         raise DataMissing(_explain("the folder data.root, which is not set"))
@@ -81,7 +81,7 @@ def _explain(looked_for: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of text at any depth, but for hidden ones, such as copies that editors make."""
+    """Yield the text files at any depth, except hidden ones, such as copies that editors make."""
     for path in folder.rglob("*") if folder.is_dir() else ():
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.suffix.lower() == ".txt" and not is_hidden and path.is_file():
@@ -93,8 +93,8 @@ def open_text_folder(
 ) -> TextSequences:
     """Open one split of a folder of text.
 
-    A line is cut into tokens, and ends with END. The tokens of all files, in the order of their paths, follow each
-    other. They are kept in root/.token_cache, for later runs and the other processes of this one.
+    Each line becomes tokens, followed by END. The tokens of all files are concatenated in the order of the paths. They
+    are cached in root/.token_cache, for later runs and for the other processes of this one.
 
     Args:
         root: as in `check_text_folder`.
@@ -104,7 +104,7 @@ def open_text_folder(
         share: as in `check_text_folder`.
 
     Raises:
-        DataMissing, ValueError: as `check_text_folder`; or a file is not UTF-8, or the text is too short.
+        DataMissing, ValueError: as for `check_text_folder`; or a file is not UTF-8, or the text is too short.
     """
     check_known("split", split, SPLITS)
     folder = check_text_folder(root, share)
@@ -123,9 +123,9 @@ def open_text_folder(
 def _read_cached(
     folder: Path, paths: list[Path], tokenizer: Tokenizer, share: float | None, split: str
 ) -> NDArray[np.int32]:
-    """Return the tokens of files, from the cache if it was made of the same files by the same tokenizer."""
+    """Return the tokens of files, from the cache if it was made from the same files with the same tokenizer."""
     stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    sharing = "rounded over all files"  # an older cache has a share that was rounded in each file
+    sharing = "rounded over all files"  # in an older cache, the share was rounded in each file
     key = sha256(repr((tokenizer.sha256, share, sharing, split, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
     if (found := _load(cached)) is not None:
@@ -135,7 +135,7 @@ def _read_cached(
         try:
             cached.parent.mkdir(exist_ok=True)
             stack.enter_context(locked(cached.parent / ".lock"))
-        except OSError:  # a folder that nobody may write to: every start reads the text
+        except OSError:  # a folder without write access: every start reads the text
             is_writable = False
         if (found := _load(cached)) is not None:  # another process has just written it
             return found
@@ -149,7 +149,7 @@ def _read_cached(
 
 
 def _load(cached: Path) -> NDArray[np.int32] | None:
-    """Return the tokens of a cache; None where it is not there, or damaged."""
+    """Return the tokens of a cache; None if it is missing or damaged."""
     try:
         found: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -170,7 +170,7 @@ def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
 
 
 def _find_line(path: Path) -> int:
-    """Return the number of the first line that is not UTF-8, from 1: the error counts within what was read at once."""
+    """Return the number of the first line that is not UTF-8, from 1; the error knows only its place in a buffer."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -187,7 +187,7 @@ def _join(lines: Iterable[list[int]]) -> NDArray[np.int32]:
 def _take_split(files: Iterable[NDArray[np.int32]], share: float, split: str) -> Iterator[NDArray[np.int32]]:
     """Yield the part of each file that belongs to a split; the end is for evaluation.
 
-    Many short files would each round the share to nothing, so it is rounded once for all files up to each.
+    Rounding the share in each of many short files could give 0, so the running total is rounded instead.
     """
     total = 0
     for tokens in files:

@@ -1,4 +1,4 @@
-"""Token ids on the disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
+"""Token ids on disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
 
     <folder>/.lock                                    locked by the process that writes; the others wait
     <folder>/train.de-en.<digest>/description.json    its sources and counts
@@ -8,7 +8,7 @@
                                   targets. ...        the same
 
 The digest covers everything that the ids depend on: the text files' names, sizes and modification times, the tokenizer,
-the longest sentence, and the version of this format. Text that changes is therefore tokenised again. A folder appears
+the length limit, and the version of this format. Text that changes is therefore tokenised again. A folder appears
 only when it is complete. You may delete a folder at any time if no run uses it.
 """
 
@@ -109,7 +109,7 @@ class CachedSentences(Sentences):
 
 
 class _MappedFile:
-    """A file of numbers mapped into memory: the system reads the parts in use, and may drop them again."""
+    """A file of numbers mapped into memory: the system reads the parts in use and may drop them again."""
 
     def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ class CachedPairs(LanguagePairs):
     """The pairs of one language in a cache; its files are mapped when a sentence is first read.
 
     Args:
-        folder: of the language.
+        folder: the language's folder.
         key: everything that the ids depend on.
         tokens: the file and the type of each side's ids, if the ids are not in the cache.
 
@@ -213,10 +213,10 @@ class CachedPairs(LanguagePairs):
 
 
 class PairsWriter:
-    """Write the pairs of one language into a folder, block by block.
+    """Writes the pairs of one language into a folder, block by block.
 
     Args:
-        folder: of the language.
+        folder: the language's folder.
         files: closes the files.
         keep_tokens: copy the ids too. False if `starts` refer to other files of ids.
     """
@@ -303,7 +303,7 @@ class TokenCache:
         with locked(self.folder / ".lock"):
             if folder.exists():  # another process has just written it
                 return
-            for left in self.folder.glob(".*.partial"):  # of a killed process: a live one would hold the lock
+            for left in self.folder.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
                 shutil.rmtree(left)
             partial = self.folder / f".{folder.name}.partial"
             partial.mkdir()
@@ -329,5 +329,5 @@ def _describe(files: Sequence[Path]) -> list[list[Any]]:
 
 def _explain_damage(folder: Path, why: str) -> ValueError:
     return ValueError(
-        f"the token cache {folder} is damaged ({why}): delete that folder, and the next run makes it again"
+        f"the token cache {folder} is damaged ({why}): delete that folder, and the next run creates it again"
     )

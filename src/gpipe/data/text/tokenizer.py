@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a SentencePiece model with this project's special ids."""
+"""Text to token ids and back, with a SentencePiece model that has this project's special ids."""
 
 import re
 import stat
@@ -22,12 +22,12 @@ _MAX_BYTES = 2**28
 
 
 def clean_line(text: str) -> str:
-    """Return the text as one line: strip it, and replace every run of white space by one space."""
+    """Return the text as one line: strip it, and replace every run of white space with one space."""
     return " ".join(text.split())
 
 
 class Tokenizer:
-    """Cut text into pieces of one vocabulary, which all languages and both sides share.
+    """Cuts text into pieces of one vocabulary, which all languages and both sides share.
 
     Args:
         path: a SentencePiece model with the special ids above, such as `train` writes.
@@ -79,7 +79,7 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids have none.
+        """Return the text of ids; special ids have no text.
 
         Raises:
             ValueError: an id is outside the vocabulary.

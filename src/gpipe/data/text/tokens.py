@@ -56,7 +56,7 @@ class RandomTokens:
 
 
 class TokenLoader(EpochLoader):
-    """Yield the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time].
+    """Yields the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time].
 
     Looking tokens up costs next to nothing, so there are no worker processes, and every stage loads both. Arguments and
     errors are those of EpochLoader.

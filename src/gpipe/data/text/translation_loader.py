@@ -1,4 +1,4 @@
-"""Mini-batches of sentence pairs for one process of the training."""
+"""Mini-batches of sentence pairs for one training process."""
 
 import time
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ from gpipe.data.text.sentence_walk import SentenceWalk, sampling_probabilities
 from gpipe.data.text.tokenizer import END, PADDING
 
 # How much of an epoch is planned at a time. A mini-batch combines sentences of a shard that have similar lengths, so
-# each shard must have a few mini-batches, however large they are.
+# each shard must have several mini-batches, however large they are.
 SHARD_SENTENCES = 1 << 19
 _SHARD_BATCHES = 16
 
@@ -26,7 +26,7 @@ TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
 class TranslationLoader(EpochPosition):
-    """Yield the mini-batches of an epoch: ((source, previous), {"tokens", "language"}), int64.
+    """Yields the mini-batches of an epoch: ((source, previous), {"tokens", "language"}), int64.
 
         source    a1 a2 a3 </s>       previous  </s> b1 b2       tokens  b1 b2 </s>       language  17
                   c1 </s>  .  .                 </s> d1  .               d1 </s>  .                 3      . is PADDING
@@ -37,7 +37,7 @@ class TranslationLoader(EpochPosition):
 
     Training (shuffle=True): an epoch has max(1, tokens of the corpus // batch_size) mini-batches.
     `sampling_probabilities` sets how many pairs it draws of each language; a walk through the language chooses them
-    without repeats. An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither the
+    without repeats. An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither
     memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
         walk through the pairs     | epoch 0, shard 0 | shard 1  | shard 2   | epoch 1, shard 0 | ...
@@ -50,17 +50,17 @@ class TranslationLoader(EpochPosition):
 
     Args:
         corpus: the pairs.
-        batch_size: the most tokens of a mini-batch over all replicas: sentences x the longest on either side, END
+        batch_size: the most tokens in a mini-batch over all replicas: sentences x the longest on either side, END
             included.
-        seed: of the draws.
+        seed: the seed of the draws.
         shuffle: True for training, False for evaluation.
-        temperature: of `sampling_probabilities`.
-        only: the languages to draw from or to show; None is all.
+        temperature: see `sampling_probabilities`.
+        only: the languages to use; None means all.
         load_inputs: False yields None instead of the inputs. A process that loads neither inputs nor targets keeps
             nothing of the corpus and plans nothing.
         load_targets: False yields None instead of the targets.
         replica_index: this process's replica.
-        num_replicas: how many replicas share each mini-batch.
+        num_replicas: the number of replicas that share each mini-batch.
         shard_sentences: about how many sentences to plan at a time.
 
     Raises:
@@ -134,10 +134,10 @@ class TranslationLoader(EpochPosition):
                 f"tokens{share}: choose a larger {name}, or a smaller data.max_tokens"
             )
         if num_pairs < self._num_replicas:
-            raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
+            raise ValueError(f"{num_pairs} pairs are too few for {self._num_replicas} replicas: choose fewer")
 
     def _mean_draws(self, num_tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
-        """Return how many pairs of each language fill an epoch's mini-batches on average."""
+        """Return the number of pairs of each language that fill an epoch's mini-batches on average."""
         drawn = np.flatnonzero(self._num_pairs)
         probabilities = np.zeros(len(self._num_pairs))
         probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
@@ -145,7 +145,7 @@ class TranslationLoader(EpochPosition):
         return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
 
     def _first_batch(self, shard: int) -> int:
-        """Return the first mini-batch of a shard. Shards are even: a short one would mix unlike lengths."""
+        """Return the first mini-batch of a shard. Shards are equally long: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
 
     def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
@@ -190,7 +190,7 @@ class TranslationLoader(EpochPosition):
 
 
 def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
-    """Cut sentences into mini-batches as long as possible.
+    """Cut sentences into mini-batches that are as long as possible.
 
         lengths  1 1 2 2 2 3 | 4 4 5 | 7 7 | 9      batch_size 18: sentences x the longest
 
@@ -209,7 +209,7 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
 
 
 def _find_end(ascending: list[int], start: int, batch_size: int) -> int:
-    """Return where the longest mini-batch that begins at `start` ends: its size grows with the end."""
+    """Return the end of the longest mini-batch that begins at `start`; its size grows with its end."""
     ends = range(start + 1, min(len(ascending), start + batch_size // ascending[start]) + 1)
     return start + bisect_right(ends, batch_size, key=lambda end: (end - start) * ascending[end - 1])
 
@@ -217,7 +217,7 @@ def _find_end(ascending: list[int], start: int, batch_size: int) -> int:
 def fill_last(bounds: Bounds, least: int) -> Bounds:
     """Give the last mini-batch at least `least` sentences; take what is missing from the one before it.
 
-    All others have that many, as batch_size is at least `least` x the longest sentence. So the last one still fits.
+    All others have that many, because batch_size is at least `least` x the longest sentence. So the last one also fits.
 
     Raises:
         ValueError: the last two together have too few sentences.
@@ -229,8 +229,8 @@ def fill_last(bounds: Bounds, least: int) -> Bounds:
     before = bounds[-2] if len(bounds) > 1 else (start, start)
     if before[1] - before[0] - missing < least:
         raise ValueError(
-            f"the last {end - before[0]} sentences make no mini-batches of at least {least}, one per replica: choose "
-            "another batch_size, or fewer replicas"
+            f"the last {end - before[0]} sentences are too few for mini-batches of at least {least}, one per replica: "
+            "choose another batch_size, or fewer replicas"
         )
     return [*bounds[:-2], (before[0], start - missing), (start - missing, end)]
 

@@ -1,6 +1,6 @@
-"""What is trained on what: one file per family of models, with the kind of data that it sees.
+"""One file per family of models, with the kind of data that it is trained on.
 
-Like `build`, which uses them, these files know both the settings and the objects.
+Like `build`, which uses them, these files know both the settings and the objects built from them.
 """
 
 from gpipe.config import (
@@ -25,7 +25,7 @@ __all__ = ["Workload", "workload_of"]
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """Return what builds a run's model, loss and data.
+    """Return the builder of a run's model, loss and data.
 
     Raises:
         ConfigError: nothing builds this model with these data.

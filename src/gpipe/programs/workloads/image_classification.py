@@ -1,4 +1,4 @@
-"""Models on labelled images; of them AmoebaNet."""
+"""Image classification, with AmoebaNet or any other model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from gpipe.programs.workloads.workload import Workload
 from gpipe.training.evaluation import Metrics, MultiLabelMetrics
 from gpipe.training.losses import ClassificationLoss, MultiLabelLoss
 
-# The public TPU code's, where neither the data nor the model has its own.
+# The public TPU code's values, used if neither the data nor the model has its own.
 _IMAGE_SIZE, _CENTER_CROP = 224, 0.875
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
@@ -63,17 +63,17 @@ class ImageClassification(Workload):
         return self.data.image_size or _IMAGE_SIZE
 
     def inputs(self, num_examples: int) -> Tensor:
-        """Describe so many images on the meta device."""
+        """Describe `num_examples` images on the meta device."""
         return torch.empty(num_examples, self.data.channels, self.image_size, self.image_size, device="meta")
 
     def targets(self, num_examples: int) -> Tensor:
-        """Describe the classes of so many images on the meta device; of mixed ones, the probabilities of classes."""
+        """Describe the images' classes on the meta device; for mixed images, the probabilities of the classes."""
         if self.data.mixes:
             return torch.empty(num_examples, self.num_classes, device="meta")
         return self.evaluated_targets(num_examples)
 
     def evaluated_targets(self, num_examples: int) -> Tensor:
-        """Describe the classes of so many test images, which are not mixed, on the meta device."""
+        """Describe the classes of test images, which are not mixed, on the meta device."""
         if self.has_several_labels:
             return torch.empty(num_examples, self.num_classes, device="meta")
         return torch.empty(num_examples, dtype=torch.int64, device="meta")
@@ -87,14 +87,14 @@ class ImageClassification(Workload):
         return kind(self.run.trainer.label_smoothing, auxiliary_weight)
 
     def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set."""
+        """Return the metrics of an evaluation."""
         return MultiLabelMetrics() if self.has_several_labels else super().make_metrics()
 
     def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> ImageLoader:
-        """Return the loader of the training images, which alone are mixed; only the first stage's decodes images.
+        """Return the loader of the training images; only on the first stage does it decode them.
 
-        It leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over a few
-        images, or over one. Each epoch leaves out other images.
+        It drops an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over few images,
+        or over one. Each epoch drops other images.
         """
         run = self.run
         return self._loader(pipeline, pin_memory=pin_memory)(
@@ -109,9 +109,9 @@ class ImageClassification(Workload):
         )
 
     def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> dict[str, ImageLoader]:
-        """Return the loaders of the evaluated images; only the first stage's decode images.
+        """Return the loaders of the evaluation images; only on the first stage do they decode them.
 
-        Validation images come first, so the figures that choose a setting are theirs.
+        Validation images come first, so that their figures choose the settings.
         """
         batch_size, transform = self.run.trainer.evaluation.batch_size, self.evaluation_transform(as_bytes=pin_memory)
         loader = self._loader(pipeline, pin_memory=pin_memory)
@@ -130,7 +130,7 @@ class ImageClassification(Workload):
         )
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the names of the classes in the run's folder, a line each, for people."""
+        """Write the names of the classes into the run's folder, one per line, for people to read."""
         if folder is not None:
             write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in self.class_names))
         return {}
@@ -141,13 +141,13 @@ class ImageClassification(Workload):
         return self._sets["train"].class_names
 
     def warnings(self) -> list[str]:
-        """Say which numbers of images and classes differ from the paper's Table 4, and which files are left out."""
+        """Report numbers of images and classes that differ from the paper's Table 4, and files that are left out."""
         sets, name = self._whole_sets, self.data.name
         found = [sentence for split, images in sets.items() for sentence in count_differences(name, split, images)]
         found += [
             sentence for images in sets.values() if isinstance(images, ImageFiles) for sentence in images.warnings()
         ]
-        return list(dict.fromkeys(found))  # two splits may share a folder, and both the classes
+        return list(dict.fromkeys(found))  # splits share classes, and may share a folder
 
     @cached_property
     def _whole_sets(self) -> dict[str, ImageSet]:
@@ -155,7 +155,7 @@ class ImageClassification(Workload):
 
     @cached_property
     def _sets(self) -> dict[str, ImageSet]:
-        """The images to train on, those to choose settings on, if any, and the test images."""
+        """The training images, any validation images, and the test images."""
         data, whole = self.data, self._whole_sets
         train, valid = split_training_images(
             data.name, whole["train"], data.max_images, data.validation_images, self.run.seed
@@ -169,18 +169,18 @@ class ImageClassification(Workload):
         refuse_other_classes(data.name, len(image_set.class_names), self.num_classes)
         if (found := image_set.labels.ndim > 1) != self.has_several_labels:
             raise ConfigError(
-                f"data.root is {data.root}, whose images have {describe_kind(found)}, but the model gives "
-                f"{describe_kind(not found)}: choose a table of its kind."
+                f"data.root is {data.root}, whose images have {describe_kind(found)}, but the model predicts "
+                f"{describe_kind(not found)}: choose a table of that kind."
             )
         return image_set
 
     @property
     def prepare_inputs(self) -> BytesToPixels:
-        """What makes pixels of the bytes of images, which travel to a GPU as such."""
+        """Turns images' bytes, as which they travel to a GPU, into pixels."""
         return BytesToPixels(self.data.mean, self.data.std)
 
     def evaluation_transform(self, *, as_bytes: bool = False) -> Transform:
-        """Return what happens to a test image; `as_bytes`: without what `prepare_inputs` does."""
+        """Return the transform of a test image; with `as_bytes`, it leaves out what `prepare_inputs` does."""
         data = self.data
         return evaluation_transform(
             self.image_size,
@@ -198,7 +198,7 @@ class ImageClassification(Workload):
         return (self.data.interpolation or Interpolation.bilinear).value
 
     def _training_transform(self, *, as_bytes: bool) -> Transform:
-        """Return what happens to a training image before it is mixed with others, for which it must be pixels."""
+        """Return the transform of a training image before mixing, which needs pixels rather than bytes."""
         data = self.data
         return training_transform(
             self.image_size,
@@ -217,7 +217,7 @@ class ImageClassification(Workload):
         )
 
     def _mixing(self) -> Mixing | None:
-        """Return what mixes the training images."""
+        """Return the mixing of training images; None if they are not mixed."""
         data = self.data
         if not data.mixes:
             return None
@@ -231,7 +231,7 @@ class ImageClassification(Workload):
 
 @dataclass(frozen=True)
 class AmoebaNetClassification(ImageClassification):
-    """AmoebaNet on labelled images: the loss may have an auxiliary head's share."""
+    """AmoebaNet on labelled images; its loss may include an auxiliary head's."""
 
     model: AmoebaNetConfig
     has_batch_norm = True

@@ -1,4 +1,4 @@
-"""The tokenizer that a run leaves in its folder."""
+"""The tokenizer that a run keeps in its folder."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ TOKENIZER_FILE = "tokenizer.model"
 
 
 def keep_tokenizer(tokenizer: Tokenizer | None, folder: Path | None) -> dict[str, str]:
-    """Leave a tokenizer in a run's folder, if there are both; return what checkpoints remember of it."""
+    """Copy a tokenizer into a run's folder, if both are given; return what checkpoints store about it."""
     if tokenizer is None:
         return {}
     if folder is not None:

@@ -1,4 +1,4 @@
-"""Models that tell the next token of sequences: our Transformer-L, and any language model of transformers."""
+"""Models that predict the next token: our Transformer-L, and any language model of transformers."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
 MODEL_FILE = "config.json"
-"""What `from_pretrained` of transformers reads beside the weights."""
+"""What transformers' `from_pretrained` reads beside the weights."""
 
 
 @dataclass(frozen=True)
 class LanguageModelling(Workload):
-    """Any model on sequences of tokens: every token is an example of the loss, and counts alike."""
+    """Any model on sequences of tokens; every token has the same weight in the loss."""
 
     data: TokensConfig
     examples = "sequences"
@@ -56,11 +56,11 @@ class LanguageModelling(Workload):
         return self.data.vocabulary_size
 
     def inputs(self, num_examples: int) -> Tensor:
-        """Describe so many sequences on the meta device."""
+        """Describe `num_examples` sequences on the meta device."""
         return torch.empty(num_examples, self.data.sequence_length, dtype=torch.int64, device="meta")
 
     def targets(self, num_examples: int) -> Tensor:
-        """Describe the next tokens of so many sequences on the meta device."""
+        """Describe the next tokens of `num_examples` sequences on the meta device."""
         return self.inputs(num_examples)
 
     def loss(self) -> LossFunction:
@@ -68,7 +68,7 @@ class LanguageModelling(Workload):
         return ClassificationLoss(self.run.trainer.label_smoothing)
 
     def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> TokenLoader:
-        """Return the loader of the training sequences; they are small, pinned or not."""
+        """Return the loader of the training sequences; they are too small for pinning to matter."""
         run = self.run
         return TokenLoader(
             self._open("train"),
@@ -99,11 +99,11 @@ class LanguageModelling(Workload):
         return open_text_tokenizer(self.data.tokenizer) if isinstance(self.data, TextFolderConfig) else None
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
+        """Return none: the checkpoint must have the same tokenizer, so tokens keep their meaning."""
         return ()
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the tokenizer: ids mean nothing without it. Noise has none."""
+        """Keep the tokenizer, without which ids mean nothing. Random tokens have none."""
         return keep_tokenizer(self._tokenizer, folder)
 
 
@@ -162,7 +162,7 @@ class TransformersModelling(TracedModel, LanguageModelling):
         return {own: name.removeprefix("model.") for own, name in super().model_names.items()}
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the tokenizer, and what transformers reads beside the weights."""
+        """Keep the tokenizer, and what transformers reads beside the weights."""
         if folder is not None:
             write_flushed(folder / MODEL_FILE, config_text(self._config))
         return super().keep(folder)

@@ -44,7 +44,7 @@ class TimmClassification(TracedModel, ImageClassification):
         )
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """Return the names of the tensors of the softmax layer, where the saved one is for other classes."""
+        """Return the names of the softmax layer's tensors if the saved layer has another number of classes."""
         heads = head_names(self.model.name)
         shapes = {name: tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
         return {

@@ -1,4 +1,4 @@
-"""What models of other libraries have in common: they become layers, in memory, in every process."""
+"""Models of other libraries: each process builds the whole model in memory and cuts it into layers."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from gpipe.tracing.segments import TracedLayers, as_layers
 
 
 class _Facts(NamedTuple):
-    """What is known of a model when its layers are gone."""
+    """What remains known about a model after its layers are freed."""
 
     model_names: Mapping[str, str]
     has_batch_norm: bool
-    versions: list[int]  # of the tensors of layers that nobody has trained
+    versions: list[int]  # of the untrained layers' tensors
 
 
-# Tracing takes seconds, and the planner and the pipeline take the same layers: they are kept while somebody holds them
-# and until they are trained, for another run in this process begins with the initial weights.
+# Tracing takes seconds, so the planner and the pipeline share the layers while either holds them. Trained layers are
+# not reused: another run in this process must begin with the initial weights.
 _LAYERS: WeakValueDictionary[str, TracedLayers] = WeakValueDictionary()
 _FACTS: dict[str, _Facts] = {}
 
@@ -37,20 +37,20 @@ class TracedModel(Workload):
     @property
     @abstractmethod
     def _key(self) -> str:
-        """What the layers follow from."""
+        """Identifies all that determines the layers."""
 
     @abstractmethod
     def _make(self, *, may_fetch: bool) -> nn.Module:
-        """Make the model on torch's default device; its weights may be fetched."""
+        """Make the model on torch's default device; with `may_fetch`, weights may be downloaded."""
 
     @abstractmethod
     def _refuse(self, reason: str) -> ConfigError:
         """Return the error for a model that does not become layers."""
 
     def check(self) -> None:
-        """Refuse a model that its library does not make, or that does not take the data.
+        """Refuse a model that its library does not have, or that does not take the data.
 
-        Where it can be described without memory, nothing else is computed.
+        If the model can run on the meta device, nothing else is computed.
 
         Raises:
             ConfigError: as `layers`.
@@ -58,7 +58,7 @@ class TracedModel(Workload):
         try:
             with torch.device("meta"):
                 self._make(may_fetch=False)(self.inputs(2))
-        except Exception:  # noqa: BLE001 - of the model, or of its code that needs memory: the layers tell
+        except Exception:  # noqa: BLE001 - a wrong model, or code that needs real tensors: building layers tells which
             self.layers()
 
     @property
@@ -75,7 +75,7 @@ class TracedModel(Workload):
         """Build the whole model on the CPU.
 
         Raises:
-            ConfigError: the library does not make it, or it does not become layers.
+            ConfigError: the library does not have it, or it cannot be cut into layers.
         """
         found = _LAYERS.get(self._key)
         if found is None or _versions(found) != self._facts.versions:
@@ -96,5 +96,5 @@ class TracedModel(Workload):
 
 
 def _versions(layers: nn.Module) -> list[int]:
-    """Return how often each tensor has been changed."""
+    """Return how often each tensor was changed."""
     return [tensor._version for tensor in (*layers.parameters(), *layers.buffers())]

@@ -23,7 +23,7 @@ from gpipe.training.losses import TokenLoss, count_tokens
 
 @dataclass(frozen=True)
 class Translation(Workload):
-    """T(L, H, A) on pairs of sentences: every target token but padding is an example of the loss, and counts alike."""
+    """T(L, H, A) on pairs of sentences; every target token except padding has the same weight in the loss."""
 
     model: TranslationModelConfig
     data: TranslationDataConfig
@@ -39,16 +39,16 @@ class Translation(Workload):
 
     @property
     def num_examples(self) -> int:
-        """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads.
+        """The number of longest sentences in a mini-batch, which need most memory: trainer.batch_size counts tokens.
 
-        Each replica is planned with as many as the first one gets.
+        Each replica is planned with the first one's number.
         """
         num_replicas = self.run.launch.num_replicas
         return -(-self._count_longest(self.run.trainer.batch_size) // num_replicas) * num_replicas
 
     @property
     def num_evaluated_examples(self) -> int:
-        """Likewise of an evaluation."""
+        """The number of longest sentences in an evaluation's mini-batch."""
         return self._count_longest(self.run.trainer.evaluation.batch_size)
 
     def _count_longest(self, num_tokens: int) -> int:
@@ -74,12 +74,12 @@ class Translation(Workload):
             )
 
     def inputs(self, num_examples: int) -> tuple[Tensor, Tensor]:
-        """Describe so many sentences of the greatest length, and what the decoder reads, on the meta device."""
+        """Describe sentences of the greatest length, and what the decoder reads, on the meta device."""
         source = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
         return source, torch.empty_like(source)
 
     def targets(self, num_examples: int) -> dict[str, Tensor]:
-        """Describe the targets of so many sentences on the meta device."""
+        """Describe the targets of sentences of the greatest length on the meta device."""
         tokens = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
         return {"tokens": tokens, "language": torch.empty(num_examples, dtype=torch.int64, device="meta")}
 
@@ -89,11 +89,11 @@ class Translation(Workload):
         return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
 
     def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set, in all and, once `evaluation_loaders` has opened it, per language."""
+        """Return the metrics of an evaluation, in total and, once `evaluation_loaders` has run, per language."""
         return TokenMetrics(self._languages.get("valid", self.data.languages or ()), PADDING)
 
     def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> TranslationLoader:
-        """Return the loader of the training sentences; they are small, pinned or not."""
+        """Return the loader of the training sentences; they are too small for pinning to matter."""
         return self._loader(
             "train",
             pipeline,
@@ -110,7 +110,7 @@ class Translation(Workload):
 
     def _loader(self, split: str, pipeline: Pipeline, batch_size: int, **options: Any) -> TranslationLoader:
         """Return a loader; only the processes of the first and the last stage hold sentences."""
-        corpus = self._open(split)  # which the loader alone keeps, where it needs it
+        corpus = self._open(split)  # only the loader keeps it, if it needs it
         self._languages[split] = corpus.languages
         self._warnings[split] = [f"{split}: {found}" for found in corpus.warnings()]
         return TranslationLoader(
@@ -123,15 +123,15 @@ class Translation(Workload):
         )
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
+        """Return none: the checkpoint must have the same tokenizer, so tokens keep their meaning."""
         return ()
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave the tokenizer: ids mean nothing without it. A corpus of ids has none."""
+        """Keep the tokenizer, without which ids mean nothing. A corpus of ids has none."""
         return keep_tokenizer(self._tokenizer, folder)
 
     def warnings(self) -> Sequence[str]:
-        """Say which pairs the loaders have left out."""
+        """Report the pairs that the loaders left out."""
         return [sentence for of_split in self._warnings.values() for sentence in of_split]
 
     @cached_property
@@ -152,7 +152,7 @@ class Translation(Workload):
         )
         if (found := corpus.vocabulary_size) != data.vocabulary_size:
             raise ConfigError(
-                f"data.vocabulary_size is {data.vocabulary_size}, but the tokens of {data.name} have {found}: set "
+                f"data.vocabulary_size is {data.vocabulary_size}, but {data.name} has {found} tokens: set "
                 f"data.vocabulary_size={found}."
             )
         return corpus

@@ -1,4 +1,4 @@
-"""What `build` asks of a family of models and of its data."""
+"""What `build` needs from a family of models and its data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,17 +16,17 @@ from gpipe.pipeline.randomness import derive_seed
 from gpipe.training.evaluation import EvaluationMetrics, Metrics
 from gpipe.training.loader import Loader
 
-_FINE_TUNING = 0xF17E  # keeps the seeds of a model that begins with other weights apart from those of a new model
+_FINE_TUNING = 0xF17E  # separates the seeds of a fine-tuned model from those of a new one
 
 
 @dataclass(frozen=True)
 class Workload(ABC):
-    """Builds, from the settings of a run, all that depends on the kind of model and of data.
+    """Builds, from a run's settings, all that depends on the kinds of model and data.
 
     Attributes:
-        examples: what they are called, in the plural.
+        examples: what examples are called, in the plural.
         has_batch_norm: whether the model has batch norms.
-        varies_in_length: whether the examples of one mini-batch are longer than those of another.
+        varies_in_length: whether the length of examples varies between mini-batches.
     """
 
     run: RunConfig
@@ -45,31 +45,31 @@ class Workload(ABC):
 
     @property
     def final_drop_path(self) -> float | None:
-        """The drop-path rate at the end of training, None for a model without drop-path."""
+        """The drop-path rate at the end of training; None for a model without drop-path."""
         return None
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """How much a micro-batch counts; None: by its number of examples."""
+        """Computes the weight of a micro-batch in the loss; None is its number of examples."""
         return None
 
     @property
     def prepare_inputs(self) -> Callable[[Any], Any] | None:
-        """What happens to the inputs of a micro-batch on the first stage's device; None: nothing."""
+        """Prepares a micro-batch's inputs on the first stage's device; None leaves them as they are."""
         return None
 
     @property
     def num_examples(self) -> int:
-        """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
+        """The number of examples in a mini-batch, over all replicas; the smallest if it depends on the data."""
         return self.run.trainer.batch_size
 
     @property
     def num_evaluated_examples(self) -> int:
-        """How many examples a mini-batch of an evaluation has, of one replica; the fewest where that depends."""
+        """The number of examples in one replica's evaluation mini-batch; the smallest if it depends on the data."""
         return self.run.trainer.evaluation.batch_size
 
     def check(self) -> None:  # noqa: B027 - our own models are checked with the settings
-        """Refuse a model that another library does not make, or that does not take the data."""
+        """Refuse a model that its library does not have, or that does not take the data."""
 
     @abstractmethod
     def layers(self) -> nn.Sequential:
@@ -77,14 +77,14 @@ class Workload(ABC):
 
     @abstractmethod
     def inputs(self, num_examples: int) -> Any:
-        """Describe the inputs of so many examples on the meta device."""
+        """Describe the inputs of `num_examples` examples on the meta device."""
 
     @abstractmethod
     def targets(self, num_examples: int) -> Any:
-        """Describe the targets of so many examples on the meta device."""
+        """Describe the targets of `num_examples` examples on the meta device."""
 
     def evaluated_targets(self, num_examples: int) -> Any:
-        """Describe the targets of so many examples of an evaluation on the meta device."""
+        """Describe the targets of `num_examples` evaluation examples on the meta device."""
         return self.targets(num_examples)
 
     @abstractmethod
@@ -92,48 +92,51 @@ class Workload(ABC):
         """Return the loss of a micro-batch."""
 
     def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set."""
+        """Return the metrics of an evaluation."""
         return EvaluationMetrics()
 
     @abstractmethod
     def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> Loader:
-        """Return the loader of the training data, of which each mini-batch is shared out over the replicas.
+        """Return the loader of the training data; each mini-batch is divided among the replicas.
 
-        pin_memory: they go to a GPU.
+        pin_memory: whether the data go to a GPU.
         """
 
     @abstractmethod
     def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> Mapping[str, Loader]:
         """Return the loaders of the evaluation data by name.
 
-        `evaluate` shares the data out by mini-batches, so each replica is given all of them.
+        Every replica gets loaders of all data, because `evaluate` divides them by mini-batch.
         """
 
     @property
     def model_names(self) -> Mapping[str, str] | None:
-        """Of a model that became layers, the name of each of their tensors in the model; None for other models."""
+        """For a traced model, the library's name of each of the layers' tensors; None for other models."""
         return None
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew.
+        """Return the names of the tensors in a stage's layers that fine-tuning draws anew.
 
-        The softmax layers belong to one set of classes. saved: the shapes of the other weights, by the names that an
-        export gives them.
+        These are the softmax layers', which belong to one set of classes.
+
+        Args:
+            layers: the stage's.
+            saved: the shapes of the weights to start from, by the names that an export gives them.
         """
         return softmax_names(layers)
 
     @property
     def class_names(self) -> Sequence[str] | None:
-        """The names of the classes by label, which checkpoints remember; None where labels have no names."""
+        """The names of the classes by label, which checkpoints store; None if labels have no names."""
         return None
 
     def keep(self, folder: Path | None) -> dict[str, str]:
-        """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
+        """Write into the run's folder what programs that use its checkpoints need; None writes nothing.
 
-        Returns what checkpoints remember of it, by name.
+        Returns what checkpoints store about it, by name.
         """
         return {}
 
     def warnings(self) -> Sequence[str]:
-        """Return what the user should know of the data, a sentence each."""
+        """Return sentences on what the user should know about the data."""
         return ()
