@@ -20,7 +20,7 @@ from gpipe.config.plan import PlanConfig
 from gpipe.config.predict import PredictConfig
 from gpipe.config.run import register_schema, to_settings
 from gpipe.config.translate import TranslateConfig
-from gpipe.launch.errors import _sentence
+from gpipe.launch.errors import _make_sentence
 from tests.config.composition import composed
 
 pytestmark = pytest.mark.usefixtures("composer")
@@ -130,9 +130,9 @@ def refusal_of(program: str, settings: DictConfig, place: str, value: str) -> st
     except OmegaConfBaseException as error:
         refused = HydraException(f"Error merging override {word}")  # as Hydra says it
         refused.__cause__ = error
-        return _sentence(refused)
+        return _make_sentence(refused)
     except ConfigError as error:
-        return _sentence(error)
+        return _make_sentence(error)
     return None
 
 
