@@ -21,8 +21,10 @@ from reproductions import FOLDER, ROOT, RUNS_FILE
 from reproductions.curve import read_curve, read_training
 
 METRICS_FILE = "metrics.jsonl"
-# The engine's message about a step whose loss or gradient is not finite.
-_NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
+# The messages about a step whose loss or gradient is not finite, and about such an evaluation.
+_NOT_FINITE = re.compile(
+    r"\bthe (loss of step \d+ is|gradient of \S+ has the norm|\w*loss on .+ after step \d+ is) -?(nan|inf)\b"
+)
 
 
 def read_run(folder: Path) -> Record:
@@ -106,5 +108,5 @@ def _replaces(new: Record, old: Record) -> bool:
 
 
 def _is_diverged(outcome: Outcome) -> bool:
-    """Return whether the job failed because its loss or a gradient was not finite."""
+    """Return whether the job failed because its loss, a gradient, or the loss of an evaluation was not finite."""
     return outcome.status == "failed" and _NOT_FINITE.search(outcome.reason or "") is not None

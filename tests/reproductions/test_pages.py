@@ -13,6 +13,7 @@ import gpipe
 from gpipe.pipeline.gradient_norm import global_norm
 from gpipe.programs.jobs import Outcome, read_jobs, write_outcome
 from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
+from gpipe.training.endings import explain_non_finite_evaluation
 from reproductions.__main__ import main
 from reproductions.additions import add_jobs, add_records
 from reproductions.bubble.saves import DCP_SYNCHRONOUS
@@ -199,7 +200,8 @@ def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_n
     pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(1, 1)), lambda outputs, targets: math.inf * outputs.sum(), [1])
     with pytest.raises(gpipe.NonFiniteError) as loss:
         pipeline.train_step((torch.ones(1, 1), torch.ones(1, 1)))
-    for seed, reason in enumerate((str(loss.value), f"step 1: {norm.value}", "no space is left")):
+    evaluation = explain_non_finite_evaluation("raw_loss on test", -math.inf, 3, is_saved=True)
+    for seed, reason in enumerate((str(loss.value), f"step 1: {norm.value}", str(evaluation), "no space is left")):
         job = sweep / f"seed={seed}"
         job.mkdir(parents=True)
         config = {"seed": seed, "data": {"name": "text"}}
@@ -211,6 +213,7 @@ def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_n
     assert [(found.kind, found.experiment, found.seed) for found in records] == [
         ("measured", "deep", 0),
         ("measured", "deep", 1),
+        ("measured", "deep", 2),
     ]
     course = [{"step": 1, "loss": 3.0, "gradient_norm": 2.0}]
     assert records[0].results == {"failure": str(loss.value), "curve": [], "training": course}
