@@ -20,7 +20,7 @@ _MOST_PARTS = 256  # of one call of the system, which would refuse more than 1,0
 class Connection:
     """One end of a connection. All methods that send or receive raise LostPeer where the other end is gone.
 
-    Buffers are of bytes, and none of them is empty.
+    Buffers are of bytes. None that is received into is empty.
 
     Args:
         connected: a socket; this object closes it.

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -99,7 +99,7 @@ class MessageFormat:
     structure: Structure  # how the tensors are nested
     layouts: tuple[TensorLayout, ...]  # one per tensor
     batch: MiniBatch  # that the payload belongs to
-    specs: tuple[_Spec, ...] = field(default=(), compare=False)  # of which the layouts were made, at the sender
+    specs: tuple[_Spec, ...] = ()  # of which the layouts were made, at the sender
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
@@ -116,8 +116,7 @@ class MessageFormat:
         if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
             return predicted
         _refuse_without_memory(payload)
-        found = _format(payload.structure, specs, batch)
-        return predicted if found == predicted else found
+        return _format(payload.structure, specs, batch)
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -171,7 +170,7 @@ class MessageFormat:
                 parts.append(flatten(tensor, layout).numpy().data)
         if self._gaps[-1]:
             parts.append(_ZEROS[: self._gaps[-1]])
-        return [part for part in parts if len(part)] if self._has_empty else parts
+        return parts
 
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
         """Return memory for the elements of each tensor and, with it, the buffers of a message."""
@@ -204,8 +203,7 @@ class MessageFormat:
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors of the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
-        differentiable, shared = self._marks
-        return Payload(tensors, self.structure, list(differentiable), list(shared))
+        return Payload(tensors, self.structure, *self._marks)
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
