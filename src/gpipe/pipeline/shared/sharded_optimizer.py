@@ -63,11 +63,9 @@ class ShardedOptimizer(Optimizer):
         others = {parameter: parameter.grad for parameter in self._owners if not self.keeps(parameter)}
         for parameter in others:
             parameter.grad = None
-        try:
-            self.whole.step()
-        finally:
-            for parameter, gradient in others.items():
-                parameter.grad = gradient
+        self.whole.step()
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
         with self._job.guard(), self._job.replicas.waiting():
             self._exchange_parameters()
 

@@ -297,7 +297,7 @@ class TiedGradients:
         self._earlier = {}
         for member, parameter in self._copies.items():
             _refuse_hooks(member, parameter)
-            if parameter.requires_grad and parameter.grad is not None:
+            if parameter.grad is not None:
                 self._earlier[member], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
@@ -374,7 +374,7 @@ class TiedGradients:
             if owner == self._process:
                 gradient = self._copies[member].grad
                 assert gradient is not None
-                total = gradient if member is present[0] or total is None else total.add_(gradient.to(total.device))
+                total = gradient if total is None else total.add_(gradient.to(total.device))
         if connection is not None:
             total = self._empty(group) if total is None else total
             connection.broadcast(total, holder)
