@@ -33,7 +33,9 @@ def test_gradients_of_several_types_have_norms() -> None:
     assert [norm for _, norm in compute_norms(named)] == [5.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float32, 1e30)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3.0), (torch.bfloat16, 3e38), (torch.float32, 1e30)]
+)
 def test_finite_gradients_have_a_finite_norm(dtype: torch.dtype, value: float) -> None:
     gradient = torch.full((300,), value, dtype=dtype)
     ((_, norm),) = compute_norms(parameters(gradient))

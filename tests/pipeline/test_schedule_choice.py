@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule
-from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule
+from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule, plan_tasks
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
 ALWAYS = Rematerialize.ALWAYS
@@ -110,3 +110,10 @@ def test_a_schedule_may_be_an_object_that_is_told_apart_by_nothing() -> None:
         ValueError, match=r"^schedule is gpipe\.pipeline\.zero_bubble\.split_gpipe and shard_replicas is"
     ):
         gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=partial(SCHEDULES["split_gpipe"]), shard_replicas=True)
+
+
+def test_a_stages_last_micro_batch_is_that_whose_gradients_of_weights_are_made_last() -> None:
+    def schedule(*_: Any) -> StepSchedule:
+        return [tasks("F0 F1 I0 B1 W0", 0)]
+
+    assert plan_tasks(schedule, 1, 2, ALWAYS, 1, (0,), None)[2] == {0: 0}
