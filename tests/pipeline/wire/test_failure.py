@@ -1,4 +1,4 @@
-"""A cause of failure comes in the place of a payload, at once, also where no other word of it gets through."""
+"""A cause of failure comes in the place of whatever a process waits for, also where no other word of it arrives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.messages import Messenger
+from gpipe.pipeline.wire.transfer import ProcessTransfer
 from tests.pipeline.wire.mixed_layers import mean_output, stages
 from tests.pipeline.wire.test_local import run_apart
 from tests.support.process_pool import ProcessPool
@@ -82,3 +83,26 @@ def test_a_cause_comes_in_the_place_of_a_larger_payload_than_its_sender_expected
     run = (run_apart, fail_between_steps) if is_apart else (fail_between_steps,)
     text = "rank 0, stage 0, between two steps: ArithmeticError: no data"
     assert processes.run(2, *run) == ["", text]
+
+
+def fail_before_a_gathering(rank: int) -> str:
+    with mock.patch.object(Board, "write_first"), mock.patch.object(ProcessTransfer, "fail"):
+        layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        pipeline = gpipe.Pipeline(layers, mean_output, [1, 1, 1], 3, mesh=stages(3), timeout_seconds=30)
+        try:
+            if rank == 1:
+                pipeline.job.abort(ArithmeticError("no data"))
+            else:
+                pipeline.job.gather(rank)
+        except gpipe.PipelineError as error:
+            return str(error)
+        finally:
+            pipeline.close()
+    return ""
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one host", "hosts"])
+def test_a_cause_of_failure_comes_in_the_place_of_a_gathered_value(is_apart: bool, processes: ProcessPool) -> None:
+    run = (run_apart, fail_before_a_gathering) if is_apart else (fail_before_a_gathering,)
+    text = "rank 1, stage 1, between two steps: ArithmeticError: no data"
+    assert processes.run(3, *run) == [text, "", text]
