@@ -430,7 +430,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         part, rank = _to_bytes(tensor), self._ranks[process]
         with self._exchange([rank]):
@@ -441,7 +440,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         rank = self._ranks[process]
         with _fill(into) as part, self._exchange([rank]):
@@ -452,7 +450,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         source = self._ranks[process]
         is_source = source == dist.get_rank()
@@ -479,7 +476,6 @@ class TiedProcesses:
             self._device_work.exchanging(self._device, ranks),
         ):
             yield
-        self._watch.check()
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
