@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients
+from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients, sort_by_layer
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:
@@ -51,6 +51,11 @@ def test_a_gradient_that_is_not_finite_has_no_finite_norm(value: float) -> None:
 def test_without_gradients_the_norm_is_zero() -> None:
     assert compute_norms(parameters(None, None)) == []
     assert global_norm([]) == 0.0
+
+
+def test_norms_of_all_processes_are_in_the_order_of_layers() -> None:
+    first, second = [("layers.2.b", 1.0), ("layers.2.a", 2.0), ("layers.10.a", 3.0)], [("layers.3.a", 4.0)]
+    assert [norm for _, norm in sort_by_layer([first, second])] == [1.0, 2.0, 4.0, 3.0]
 
 
 def test_the_norm_does_not_depend_on_the_order() -> None:
