@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of all parameters; of the others', on the first replica, copies in the host's memory.
+        """Return the state of all parameters; of the others', copies on the first replica's host, empty on the rest.
 
         Tensors follow one after the other, so that a device never holds more than one that is not its own.
 
@@ -119,8 +119,10 @@ class ShardedOptimizer(Optimizer):
         sent = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
         with self._job.replicas.exchange():
             self._broadcast(sent, replica).wait()
-        if own is not None or self._job.replica_index != 0:  # the first replica saves
-            return sent if own is None else own
+        if own is not None:
+            return own
+        if self._job.replica_index != 0:  # the first replica saves
+            return sent.new_empty(0)
         self._job.wait_for_devices()
         return sent.cpu()
 
