@@ -169,6 +169,27 @@ def test_products_have_the_bits_of_one_backward_under_autocast() -> None:
         assert torch.equal(parameter.grad, other.grad)
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "a row is added": lambda x, w, b: [torch.addmm(b[:1], x, w)],
+    "a matrix is added": lambda x, w, b: [torch.addmm(b, x, w)],
+    "the summand counts twice": lambda x, w, b: [torch.addmm(b, x, w, beta=2)],
+    "the product counts twice": lambda x, w, b: [torch.addmm(b, x, w, alpha=2)],
+    "nothing comes of it": lambda x, w, b: [x @ w[:, :0], b],
+    "its transposed weight is an output too": lambda x, w, b: [x @ (t := w.t()), t, b],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_a_kind_has_the_gradients_of_one_backward(name: str) -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    own, plain = ([nn.Parameter(torch.full((4, 4), 0.5)), nn.Parameter(torch.full((5, 4), 0.3))] for _ in range(2))
+    outputs = PRODUCTS[name](x, *own)
+    run_split_backward([(get_gradient_edge(one), torch.ones_like(one)) for one in outputs]).compute()
+    sum(one.sum() for one in PRODUCTS[name](x, *plain)).backward()
+    for parameter, other in zip(own, plain, strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
 def test_hooks_of_parameters_run_once_and_change_what_they_are_given() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     calls: list[str] = []
