@@ -201,3 +201,10 @@ def test_its_defaults_are_those_of_torchs_scaler() -> None:
         torchs["backoff_factor"],
         torchs["growth_interval"],
     )
+
+
+def test_a_scale_may_never_rise() -> None:
+    for options in ({"growth_factor": 1, "growth_interval": 1}, {"growth_interval": math.inf}):
+        scaler = gpipe.GradientScaler(8.0, **options)
+        scaler.update(is_skipped=False)
+        assert scaler.scale == 8
