@@ -27,6 +27,12 @@ def test_each_parameter_with_a_gradient_has_its_norm_in_order() -> None:
     assert compute_norms(named) == [("p0", 5.0), ("p2", 13.0), ("p3", 0.0)]
 
 
+def test_numbers_that_are_read_beside_the_norms_come_after_them() -> None:
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in (("p0", 7.0), ("other", 8.0))}
+    named = parameters(torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0]))
+    assert compute_norms(named, numbers) == [("p0", 5.0), ("p1", 10.0), ("p0", 7.0), ("other", 8.0)]
+
+
 def test_gradients_of_several_types_have_norms() -> None:
     gradient = torch.tensor([3.0, 4.0])
     named = parameters(gradient, gradient.double(), gradient.bfloat16())
@@ -102,3 +108,9 @@ def test_parameters_have_the_names_and_the_order_that_torch_gives_them() -> None
     layers = nn.ModuleDict({"3": block, "10": nn.Linear(3, 3), "11": nn.Identity()})
     found = name_parameters(layers)
     assert list(found.items()) == list(layers.named_parameters(prefix="layers"))
+
+
+def test_a_module_that_is_none_has_no_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_module("none", None)
+    assert [*name_parameters(nn.ModuleDict({"0": layer}))] == ["layers.0.weight", "layers.0.bias"]
