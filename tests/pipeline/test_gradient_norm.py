@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients
+from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients, sort_by_layer
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:
@@ -27,13 +27,21 @@ def test_each_parameter_with_a_gradient_has_its_norm_in_order() -> None:
     assert compute_norms(named) == [("p0", 5.0), ("p2", 13.0), ("p3", 0.0)]
 
 
+def test_numbers_that_are_read_beside_the_norms_come_after_them() -> None:
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in (("p0", 7.0), ("other", 8.0))}
+    named = parameters(torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0]))
+    assert compute_norms(named, numbers) == [("p0", 5.0), ("p1", 10.0), ("p0", 7.0), ("other", 8.0)]
+
+
 def test_gradients_of_several_types_have_norms() -> None:
     gradient = torch.tensor([3.0, 4.0])
     named = parameters(gradient, gradient.double(), gradient.bfloat16())
     assert [norm for _, norm in compute_norms(named)] == [5.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float32, 1e30)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3.0), (torch.bfloat16, 3e38), (torch.float32, 1e30)]
+)
 def test_finite_gradients_have_a_finite_norm(dtype: torch.dtype, value: float) -> None:
     gradient = torch.full((300,), value, dtype=dtype)
     ((_, norm),) = compute_norms(parameters(gradient))
@@ -49,6 +57,11 @@ def test_a_gradient_that_is_not_finite_has_no_finite_norm(value: float) -> None:
 def test_without_gradients_the_norm_is_zero() -> None:
     assert compute_norms(parameters(None, None)) == []
     assert global_norm([]) == 0.0
+
+
+def test_norms_of_all_processes_are_in_the_order_of_layers() -> None:
+    first, second = [("layers.2.b", 1.0), ("layers.2.a", 2.0), ("layers.10.a", 3.0)], [("layers.3.a", 4.0)]
+    assert [norm for _, norm in sort_by_layer([first, second])] == [1.0, 2.0, 4.0, 3.0]
 
 
 def test_the_norm_does_not_depend_on_the_order() -> None:
@@ -95,3 +108,9 @@ def test_parameters_have_the_names_and_the_order_that_torch_gives_them() -> None
     layers = nn.ModuleDict({"3": block, "10": nn.Linear(3, 3), "11": nn.Identity()})
     found = name_parameters(layers)
     assert list(found.items()) == list(layers.named_parameters(prefix="layers"))
+
+
+def test_a_module_that_is_none_has_no_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_module("none", None)
+    assert [*name_parameters(nn.ModuleDict({"0": layer}))] == ["layers.0.weight", "layers.0.bias"]

@@ -190,3 +190,21 @@ def test_a_scale_that_vanishes_is_an_error_and_so_is_one_of_a_checkpoint() -> No
         scaler.update(is_skipped=True)
     with pytest.raises(ValueError, match=r"^the saved scale is -3.0; it must be finite and above 0"):
         scaler.load_state_dict({"scale": -3, "num_steps": 0})
+
+
+def test_its_defaults_are_those_of_torchs_scaler() -> None:
+    torchs = torch.amp.GradScaler("cpu").state_dict()
+    ours = gpipe.GradientScaler()
+    assert (ours.scale, ours._growth_factor, ours._backoff_factor, ours._growth_interval) == (
+        torchs["scale"],
+        torchs["growth_factor"],
+        torchs["backoff_factor"],
+        torchs["growth_interval"],
+    )
+
+
+def test_a_scale_may_never_rise() -> None:
+    for options in ({"growth_factor": 1, "growth_interval": 1}, {"growth_interval": math.inf}):
+        scaler = gpipe.GradientScaler(8.0, **options)
+        scaler.update(is_skipped=False)
+        assert scaler.scale == 8

@@ -146,3 +146,11 @@ def test_a_layer_that_is_partly_filled_is_refused_before_anything_is_lost() -> N
     with pytest.raises(ValueError, match=r"^layers\.0\.0\.weight has memory, but other tensors of layers\.0 are"):
         materialize(layer, 0, 0, CPU)
     assert torch.equal(layer[0].weight, value)
+
+
+def test_a_module_that_cannot_fill_its_whole_numbers_is_named() -> None:
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        layer[1].register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^layers.3.1 \(Module\) was described on the meta device and has no reset_p"):
+        materialize(layer, 3, 0, CPU)

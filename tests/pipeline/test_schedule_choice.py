@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule
-from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule
+from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule, plan_tasks
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
 ALWAYS = Rematerialize.ALWAYS
@@ -110,3 +110,32 @@ def test_a_schedule_may_be_an_object_that_is_told_apart_by_nothing() -> None:
         ValueError, match=r"^schedule is gpipe\.pipeline\.zero_bubble\.split_gpipe and shard_replicas is"
     ):
         gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=partial(SCHEDULES["split_gpipe"]), shard_replicas=True)
+
+
+def test_a_stages_last_micro_batch_is_that_whose_gradients_of_weights_are_made_last() -> None:
+    def schedule(*_: Any) -> StepSchedule:
+        return [tasks("F0 F1 I0 B1 W0", 0)]
+
+    assert plan_tasks(schedule, 1, 2, ALWAYS, 1, (0,), None)[2] == {0: 0}
+
+
+@pytest.mark.parametrize("text", ["R0 F0 B0", "F0 B0 R0"])
+def test_a_recomputation_comes_behind_its_forward(text: str) -> None:
+    with pytest.raises(ValueError, match="it must be forward, perhaps recompute, and backward"):
+        check_schedule([tasks(text, 0)], 1, 1, 1)
+
+
+def test_devices_with_other_numbers_of_stages_are_refused() -> None:
+    forwards, backwards = ([tasks(f"{letter}0", stage) for stage in range(4)] for letter in "FB")
+    first = [task for part in (forwards[:3], backwards[2::-1]) for (task,) in part]
+    with pytest.raises(ValueError, match=r"^the devices of the schedule have \[3, 1\] stages; each needs 2$"):
+        check_schedule([first, [*forwards[3], *backwards[3]]], 4, 1, 2)
+
+
+def test_a_users_schedule_is_looked_at_for_each_number_of_micro_batches() -> None:
+    def schedule(_: int, num_microbatches: int, *__: Any) -> StepSchedule:
+        return [tasks("F0 B0 F1 B1" if num_microbatches == 2 else "F0", 0)]
+
+    function, placement = choose_schedule(schedule, 1, 2, ALWAYS, 1)
+    with pytest.raises(ValueError, match="the schedule has forward for stage 0, micro-batch 0"):
+        plan_tasks(function, 1, 1, ALWAYS, 1, placement, None)

@@ -7,6 +7,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -167,6 +169,27 @@ def test_products_have_the_bits_of_one_backward_under_autocast() -> None:
         assert torch.equal(parameter.grad, other.grad)
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "a row is added": lambda x, w, b: [torch.addmm(b[:1], x, w)],
+    "a matrix is added": lambda x, w, b: [torch.addmm(b, x, w)],
+    "the summand counts twice": lambda x, w, b: [torch.addmm(b, x, w, beta=2)],
+    "the product counts twice": lambda x, w, b: [torch.addmm(b, x, w, alpha=2)],
+    "nothing comes of it": lambda x, w, b: [x @ w[:, :0], b],
+    "its transposed weight is an output too": lambda x, w, b: [x @ (t := w.t()), t, b],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_a_kind_has_the_gradients_of_one_backward(name: str) -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    own, plain = ([nn.Parameter(torch.full((4, 4), 0.5)), nn.Parameter(torch.full((5, 4), 0.3))] for _ in range(2))
+    outputs = PRODUCTS[name](x, *own)
+    run_split_backward([(get_gradient_edge(one), torch.ones_like(one)) for one in outputs]).compute()
+    sum(one.sum() for one in PRODUCTS[name](x, *plain)).backward()
+    for parameter, other in zip(own, plain, strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
 def test_hooks_of_parameters_run_once_and_change_what_they_are_given() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     calls: list[str] = []
@@ -182,6 +205,52 @@ def test_hooks_of_parameters_run_once_and_change_what_they_are_given() -> None:
     assert sorted(calls) == sorted(names + [f"{name} after" for name in names])
     for parameter, other in zip(layer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter.grad, other.grad * 2)
+
+
+@pytest.mark.parametrize("register", [Tensor.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
+def test_hooks_of_either_kind_run_also_where_there_is_a_gradient_already(register: Callable[..., Any]) -> None:
+    layer, calls = nn.Linear(4, 3), []
+    for parameter in layer.parameters():
+        register(parameter, calls.append)
+    for number in range(1, 4):
+        y = layer(torch.randn(5, 4, requires_grad=True))
+        run_split_backward([(get_gradient_edge(y.sum()), None)]).compute()
+        assert len(calls) == 2 * number
+
+
+@pytest.mark.parametrize(("cache_bytes", "num_backwards"), [(0, 3), (2**20, 1)])
+def test_gradients_go_through_autograd_once_and_as_many_together_as_a_cache_holds(
+    cache_bytes: int, num_backwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plain, x = copy.deepcopy(layer), torch.randn(5, 4, requires_grad=True)
+    waiting = run_split_backward([(get_gradient_edge(layer(x).sum()), None)])
+    backward = mock.Mock(wraps=split_backward.run_backward)
+    monkeypatch.setattr(split_backward, "run_backward", backward)
+    monkeypatch.setattr(split_backward, "CACHE_BYTES", cache_bytes)
+    waiting.compute()
+    plain(x).sum().backward()
+    assert backward.call_count == num_backwards
+    for parameter, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_a_product_whose_output_gets_no_gradient_has_none_to_wait() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(_: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: torch.autograd.function.FunctionCtx, gradient: Tensor) -> None:
+            return None
+
+    one, other, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
+    y = Nothing.apply(one(x)) + other(x)
+    run_split_backward([(get_gradient_edge(y.sum()), None)]).compute()
+    assert [parameter.grad is None for parameter in (*one.parameters(), *other.parameters())] == [True] * 2 + [
+        False
+    ] * 2
 
 
 def test_a_first_layer_whose_input_wants_no_gradient_does_not_wait() -> None:
@@ -290,6 +359,7 @@ def test_a_graph_without_products_is_an_ordinary_backward(function: Callable[[Te
 def test_inputs_that_change_before_the_gradient_of_the_weight_are_refused() -> None:
     layer, pad = nn.Linear(3, 2), torch.zeros(4, 3)
     pad.add_(torch.ones(4, 3, requires_grad=True))
+    run_split_backward([(get_gradient_edge(layer(pad)), torch.ones(4, 2))]).compute()  # a change before is none
     waiting = run_split_backward([(get_gradient_edge(layer(pad)), torch.ones(4, 2))])
     with torch.no_grad():
         pad.zero_()

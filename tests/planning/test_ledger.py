@@ -70,6 +70,26 @@ def test_what_waits_counts_once_it_is_dead_unless_it_was_set_aside() -> None:
     assert ledger.moments[0].waiting == 0
 
 
+def test_nothing_waits_beyond_the_next_start() -> None:
+    with Ledger() as ledger:
+        waits = torch.zeros(10)
+        ledger.wait(waits.untyped_storage())
+        ledger.start_moments()
+        del waits
+        torch.zeros(1)
+    assert [moment.waiting for moment in ledger.moments] == [0, 0]
+
+
+def test_what_is_set_aside_is_a_part_of_what_is_alive() -> None:
+    outside = torch.zeros(1000)
+    with Ledger([outside]) as ledger:
+        aside = torch.zeros(5)
+        ledger.start_moments([outside, aside])
+        del aside
+        torch.zeros(1)
+    assert [(moment.live, moment.aside) for moment in ledger.moments] == [(20, 20), (4, 0)]
+
+
 def test_what_is_done_beside_the_ledger_is_told_and_not_counted() -> None:
     left, right = torch.zeros(4, 8), torch.zeros(8, 16)
     with Ledger() as ledger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from gpipe.pipeline.structure import structure
 from gpipe.planning.observed_model import Arrival, Input, WaitingGradient
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened
+from tests.planning.small_profiles import LOSS
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -241,3 +243,21 @@ def test_a_tensor_that_equal_layers_pass_on_is_held_from_where_it_was_made_to_wh
     whole = profile_layers(layers, F.mse_loss, example)
     assert len({one.inputs for one in whole[2 : 2 + num_passing]}) > 2
     assert shortened == whole
+
+
+def test_weight_gradients_are_added_at_once_or_together_as_many_as_a_cache_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpipe.planning.profile.CACHE_BYTES", 10)
+    gradients = (
+        WaitingGradient(4, 6, 8, is_added=False),
+        WaitingGradient(8, 40, 16, is_added=False),  # 4 + 40; then 12 > 10, which become 24 that stay
+        WaitingGradient(5, 20, 5, is_added=True),
+        WaitingGradient(5, 30, 5, is_added=True),
+        WaitingGradient(12, 12, 20, is_added=False),
+        WaitingGradient(3, 3, 6, is_added=False),
+        WaitingGradient(2, 30, 4, is_added=False),  # for the first time: 24 + 5 + 5 + 20 stay, 3 wait
+    )
+    assert replace(LOSS, waiting_gradients=gradients).weights_peaks == (4 + 40, 24 + 5 + 5 + 20 + 3 + 30)
+    assert replace(LOSS, waiting_gradients=gradients[:2]).weights_peaks == (4 + 40, 4 + 40)
+    assert replace(LOSS, waiting_gradients=gradients[:1]).weights_peaks == (4 + 8, 4 + 8)

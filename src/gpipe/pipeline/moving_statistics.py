@@ -43,7 +43,7 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) ->
         if replicas is not None and has_others:  # one exchange for all layers
             parts = [torch.empty_like(moments) for _ in range(replicas.count)]
             with replicas.exchange():
-                dist.all_gather(parts, moments.contiguous(), group=replicas.group)
+                dist.all_gather(parts, moments, group=replicas.group)
             if not all(norm.seen for norm in group):  # `_update` then reads numbers
                 replicas.wait_for_devices()
             counts, means, within = torch.stack(parts).unbind(1)

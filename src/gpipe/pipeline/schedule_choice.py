@@ -15,7 +15,6 @@ from gpipe.pipeline.schedule import (
     StepSchedule,
     Task,
     check_stages_divide,
-    check_stages_per_device,
     gpipe,
     inference,
     sequential,
@@ -68,7 +67,6 @@ def choose_schedule(
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
-        check_stages_per_device(schedule, num_stages, stages_per_device)
         function = SCHEDULES[schedule]
         tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
     else:

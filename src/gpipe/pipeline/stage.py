@@ -215,7 +215,7 @@ class Stage:
         return self._forward(micro_batch, inputs, keep_graph=False)
 
     def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
-        synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
+        synchronized = self.exchange.start() if self.exchange is not None else None
         norms = self.batch_norms  # without any, a forward is the same as outside a step
         phase = microbatch_phase(norms, recompute=False, synchronized=synchronized) if norms else NOTHING
         with self._buffers.moved(for_recomputation=not keep_graph) as buffers, phase:
@@ -314,7 +314,7 @@ class Stage:
         if not moves:
             return self._run(micro_batch, inputs, layers)
         exchange = self.exchange.among(layers) if self.exchange is not None else None
-        synchronized = exchange.start(notes=True) if exchange is not None else None
+        synchronized = exchange.start() if exchange is not None else None
         norms = converted_batch_norms(layers.values())
         with microbatch_phase(norms, recompute=False, synchronized=synchronized):
             return self._run(micro_batch, inputs, layers)
@@ -337,7 +337,7 @@ class Stage:
 
         The layers are not compiled, so that `look` sees the outputs of each one.
         """
-        synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
+        synchronized = self.exchange.start() if self.exchange is not None else None
         phase = microbatch_phase(self.batch_norms, recompute=True, synchronized=synchronized)
         with self._buffers.moved(for_recomputation=False), phase:
             return self._run_without_graph(micro_batch, inputs, look)

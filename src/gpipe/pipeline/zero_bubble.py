@@ -55,7 +55,7 @@ def zero_bubble_h1(
     1F1B's first stage does (Qi et al., 2024, "Zero Bubble Pipeline Parallelism", section 2.1).
     """
     check_stages_per_device("zb_h1", num_stages, stages_per_device)
-    later = max(num_microbatches - num_stages, 0)
+    later = num_microbatches - num_stages  # letters below 0 times are none
     schedule = []
     for stage in range(num_stages):
         after = num_stages - stage

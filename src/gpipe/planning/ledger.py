@@ -131,12 +131,10 @@ class Ledger(TorchDispatchMode):
         work, self.work = self.work, []
         start, num_moments = self.live_bytes, len(self.moments)
         aside = Aside(self.work)
-        try:
-            yield aside
-        finally:
-            self.work = work
-            aside.peak_bytes = max((one.live - start for one in self.moments[num_moments:]), default=0)
-            del self.moments[num_moments:]
+        yield aside
+        self.work = work
+        aside.peak_bytes = max((one.live - start for one in self.moments[num_moments:]), default=0)
+        del self.moments[num_moments:]
 
     def take_work(self) -> tuple[Work, ...]:
         """Return the work since the last call."""

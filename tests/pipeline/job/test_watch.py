@@ -62,6 +62,25 @@ def test_a_store_that_has_ended_leaves_what_it_last_said(
     assert (board.read("key"), board.read("other")) == (1, None)
 
 
+class EndingStore:
+    """A store that has a note, and ends between two questions."""
+
+    def check(self, _: list[str]) -> bool:
+        return True
+
+    def get(self, _: str) -> bytes:
+        self.get = self.end
+        return b"1"
+
+    def end(self, _: str) -> bytes:
+        raise RuntimeError("ended")
+
+
+def test_a_store_that_ends_while_it_is_asked_leaves_what_it_last_said() -> None:
+    board = Board(EndingStore())
+    assert [board.read("key") for _ in range(3)] == [1, 1, 1]
+
+
 def test_a_store_that_has_ended_is_asked_no_more(
     server: tuple[multiprocessing.Process, dist.TCPStore], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
@@ -31,6 +32,9 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     found: list[Tensor] = []
 
     class Work:
+        def __init__(self, flat: Tensor) -> None:
+            self.flat = flat  # which torch's own may hold too
+
         def wait(self) -> None:
             """Do nothing: it is done."""
 
@@ -38,7 +42,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         assert async_op
         flat.mul_(2)
         found.append(flat)
-        return Work()
+        return Work(flat)
 
     monkeypatch.setattr(averaging.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(Averaging, "_copy_from_first_replica", lambda _: None)
@@ -95,6 +99,19 @@ def test_gradients_become_aligned_views_of_their_bucket_with_the_strides_of_thei
         assert (parameter.grad.data_ptr() - flat.data_ptr()) % 512 == 0
         assert parameter.grad.stride() == parameter.stride()
     assert sum(parameter.nbytes for parameter in layers.parameters()) < flat.nbytes < BUCKET_BYTES
+
+
+def test_after_a_step_nothing_holds_a_bucket_but_its_gradients(reduced: list[Tensor]) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = Averaging(dict(enumerate(layers)), TwoReplicas())
+    found.start_step()
+    layers[0](torch.ones(1, 4)).sum().backward()
+    found.reduce_all()
+    found.wait()
+    found.finish_step()
+    bucket = StorageWeakRef(reduced.pop().untyped_storage())
+    layers.zero_grad()
+    assert bucket.expired()
 
 
 def test_types_have_buckets_of_their_own(reduced: list[Tensor]) -> None:

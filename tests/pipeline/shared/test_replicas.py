@@ -395,6 +395,34 @@ def test_a_batch_norm_may_have_more_averages_than_features_beside_an_unused_one(
             _close(outcome.state[name], expected[name], name)
 
 
+class Sometimes(nn.Module):
+    """Normalises where its process wants it to."""
+
+    def __init__(self, *, normalizes: bool) -> None:
+        super().__init__()
+        self.norm, self.normalizes = nn.BatchNorm1d(6).double(), normalizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.normalizes else x
+
+
+def normalize_in_one_replica(rank: int) -> list[np.ndarray]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    layers = gpipe.convert_batch_norm(nn.Sequential(Sometimes(normalizes=rank == 1), *plain_layers()))
+    pipeline = gpipe.Pipeline(layers, loss, [6], 2, mesh=mesh, timeout_seconds=10)
+    pipeline.train_step(whole_batch(Case((4,)), rank))
+    pipeline.close()
+    return [average.numpy() for average in pipeline.layers["0"].buffers()]
+
+
+def test_a_batch_norm_may_be_unused_in_a_replica(processes: ProcessPool) -> None:
+    norm = nn.BatchNorm1d(6).double()
+    norm(whole_batch(Case((4,)), 1)[0])
+    for averages in processes.run(2, normalize_in_one_replica):
+        for found, expected in zip(averages, norm.buffers(), strict=True):
+            _close(found, expected.numpy(), "an average")
+
+
 def start_from_different_weights(rank: int) -> list[np.ndarray]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
     pipeline = gpipe.Pipeline(plain_layers(seed=rank), loss, [5], 2, mesh=mesh, timeout_seconds=10)
@@ -517,3 +545,19 @@ def find_error(rank: int, what: str) -> str:
 )
 def test_what_replicas_cannot_agree_on_is_refused(what: str, message: str, processes: ProcessPool) -> None:
     assert all(message in found for found in processes.run(2, find_error, what))
+
+
+def fail_in_an_exchange(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(3, 1)), nn.functional.mse_loss, [1], 1, mesh=mesh)
+    try:
+        with pipeline.job.replicas.exchange():
+            raise RuntimeError("on purpose")
+    except Exception as error:  # noqa: BLE001 - which one it is, is the test
+        return f"{type(error).__name__}: {error}"
+    finally:
+        pipeline.close()
+
+
+def test_an_error_in_an_exchange_is_not_taken_for_a_lost_replica(processes: ProcessPool) -> None:
+    assert processes.run(2, fail_in_an_exchange) == ["RuntimeError: on purpose"] * 2

@@ -303,6 +303,21 @@ def test_a_layer_whose_backward_one_replica_would_leave_out_is_refused(processes
         assert said.endswith("or set shard_replicas=False")
 
 
+def train_behind_a_frozen_layer(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    layers = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 5))
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.cross_entropy, [2], 2, mesh=mesh, timeout_seconds=10, shard_replicas=True
+    )
+    pipeline.train_step((torch.ones(4, 6), torch.arange(4)))
+    pipeline.close()
+    return [name for name, parameter in pipeline.named_parameters() if parameter.grad is not None]
+
+
+def test_a_frozen_layer_needs_no_output_with_a_gradient(processes: ProcessPool) -> None:
+    assert processes.run(2, train_behind_a_frozen_layer) == [["layers.1.weight", "layers.1.bias"]] * 2
+
+
 def refuse(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
 

@@ -140,7 +140,7 @@ def _beside_torchs(rank: int, part: Part, mesh: Any) -> dict[str, tuple[np.ndarr
     exchange = pipeline.stages[0].exchange
     assert exchange is not None
     ours_x, torchs_x = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with microbatch_phase([ours], recompute=False, synchronized=exchange.start(notes=True)):
+    with microbatch_phase([ours], recompute=False, synchronized=exchange.start()):
         ours_y = ours(ours_x)
     ours_y.backward(dy)
     commit([ours], pipeline.job.replicas)

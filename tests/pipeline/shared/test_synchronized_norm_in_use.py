@@ -202,6 +202,13 @@ class Fork(nn.Module):
         return self.positive(x) if bool((x > 0).all()) else self.other(x)
 
 
+class Recomputed(Fork):
+    """Uses another norm in a recomputation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.positive(x) if gpipe.is_recomputing() else self.other(x)
+
+
 class ByHand(nn.BatchNorm1d):
     """Normalises without F.batch_norm."""
 
@@ -225,6 +232,11 @@ def test_replicas_that_use_different_norms_are_told_so(processes: ProcessPool) -
         assert "replica 0 runs the forward of layers.1.positive while replica 1 runs the forward of layers.1.other" in (
             message
         )
+
+
+def test_a_recomputation_with_other_norms_is_told_so(processes: ProcessPool) -> None:
+    for message in processes.run(2, fail_to_synchronize, Recomputed):
+        assert "the recomputation uses other batch norms than the forward did; make the layer do the same" in message
 
 
 def test_a_norm_that_cannot_be_synchronised_is_refused(processes: ProcessPool) -> None:

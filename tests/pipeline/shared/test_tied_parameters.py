@@ -258,6 +258,31 @@ def test_parameters_of_two_processes_that_share_a_part_of_their_memory_are_refus
         assert message.startswith("layers.0.weight and layers.2.weight share memory, but are not one parameter, so one")
 
 
+class Borrow(nn.Module):
+    """Has another module's weight, and cannot draw any."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def test_a_layer_that_is_drawn_for_its_values_gets_those_that_it_borrows_itself() -> None:
+    def build(*indices: int) -> Tensor:
+        with torch.device("meta"):
+            first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+            layers = nn.Sequential(first, nn.Sequential(Borrow(first.weight), second), Borrow(second.weight))
+        return TiedParameters(layers).build(dict.fromkeys(indices, torch.device("cpu")), 0)[2].weight
+
+    assert torch.equal(build(2), build(0, 1, 2))
+
+
+def test_parameters_that_lie_between_each_others_elements_are_not_refused() -> None:
+    memory = torch.randn(3, 6)
+    layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    layers[0].weight.data, layers[1].weight.data = memory[:, ::2], memory[:, 1::2]
+    assert [*TiedParameters(layers).build({0: torch.device("cpu")}, 0)] == [0]
+
+
 class Wrapping(Tensor):
     """Has no memory of its own, as quantised weights and those of several devices have none."""
 

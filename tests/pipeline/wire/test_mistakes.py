@@ -75,6 +75,17 @@ def _payload_without_memory(rank: int) -> None:
     pipeline.train_step((images(4), torch.ones(4, 1)))
 
 
+class Quantize(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+
+
+def _quantized_payload(rank: int) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 3, 1), Quantize(), nn.Identity())
+    pipeline = gpipe.Pipeline(layers, mean_output, (1, 1, 1), 2, mesh=stages(3), timeout_seconds=10)
+    pipeline.train_step((images(4), torch.ones(4, 1)))
+
+
 def _ranks_that_descend(rank: int) -> None:
     mesh = DeviceMesh("cpu", torch.tensor([0, 2, 1]), mesh_dim_names=("stage",))
     gpipe.Pipeline(mixed_layers(), mean_output, (2, 2, 2), 2, mesh=mesh, timeout_seconds=10)
@@ -112,7 +123,7 @@ def _too_few_processes(rank: int) -> None:
 
 MISTAKES = {function.__name__: function for function in (
     _other_targets, _other_num_microbatches, _late_to_hear, _other_partitions, _unfit_payload, _sparse_payload,
-    _payload_without_memory, _ranks_that_descend,
+    _payload_without_memory, _quantized_payload, _ranks_that_descend,
     _other_number_of_stages, _other_number_of_devices, _other_names, _too_few_processes,
 )}  # fmt: skip
 
@@ -131,6 +142,12 @@ MISTAKES = {function.__name__: function for function in (
             "PipelineError",
             1,
             "a tensor of shape (2,) on the meta device, which has no plain",
+        ),
+        (
+            "_quantized_payload",
+            "PipelineError",
+            1,
+            "of the type torch.qint8, Tensor, which has no plain values in memory",
         ),
         ("_ranks_that_descend", "ValueError", None, "the mesh has the rows [[0, 2, 1]]; ranks must ascend in each row"),
         ("_other_number_of_stages", "ValueError", None, "the mesh has 3 stages, but 2 partitions need 2 with stages"),

@@ -42,6 +42,7 @@ class Make(nn.Module):
             "complex": complex_,
             "conjugate": complex_.conj(),  # a lazy one: the memory is not conjugated
             "negative": complex_.conj().imag,  # and not negated
+            "negative without dimensions": complex_.sum().conj().imag,
             "empty": x[:0],
             "empty integers": torch.empty(0, n, dtype=torch.int32),
             "without dimensions": x.sum(),
@@ -154,6 +155,76 @@ def note_strides(rank: int) -> list[tuple[int, ...]]:
 def test_a_tensor_lies_in_memory_as_it_did(processes: ProcessPool) -> None:
     made = Make()(images(2))
     assert processes.run(2, note_strides)[1] == [made[key].stride() for key in STRIDED]
+
+
+class Rename(nn.Module):
+    """Returns equal tensors in another nest each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return ({"a": x}, {"b": x}, [x], (x,))[self.calls % 4]
+
+
+class NoteNest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def forward(self, payload: Any) -> Tensor:
+        self.seen.append(str([*payload]) if isinstance(payload, dict) else type(payload).__name__)
+        return next(iter(payload.values() if isinstance(payload, dict) else payload))
+
+
+def note_nests(rank: int) -> list[str]:
+    layers = nn.Sequential(Rename(), NoteNest())
+    pipeline = gpipe.Pipeline(layers, mean_output, [1, 1], 1, mesh=stages(2), timeout_seconds=10)
+    for _ in range(5):
+        pipeline.evaluate(images(2))
+    pipeline.close()
+    return layers[1].seen
+
+
+def test_the_nest_may_change_where_the_tensors_do_not(processes: ProcessPool) -> None:
+    assert processes.run(2, note_nests)[1] == ["['b']", "list", "tuple", "['a']", "['b']"]
+
+
+class Pair(nn.Module):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+
+class ChangeOne(nn.Module):
+    """Changes one of two tensors in place, after the other one was saved for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        first, second = pair
+        product = first * self.weight
+        return product + second.mul_(2)
+
+
+def change_one(rank: int) -> list[float]:
+    with host_of_its_own():
+        pipeline = gpipe.Pipeline(
+            nn.Sequential(Pair(), ChangeOne()), mean_output, [1, 1], 1, rematerialize="never", mesh=stages(2),
+            timeout_seconds=10,
+        )  # fmt: skip
+        pipeline.train_step((torch.zeros(3), torch.ones(3)))
+        pipeline.close()
+    return [float(parameter.grad) for parameter in pipeline.parameters()]
+
+
+def test_a_change_in_place_of_one_tensor_is_none_of_another_that_arrived_with_it(processes: ProcessPool) -> None:
+    assert processes.run(2, change_one) == [[], [1.0]]
 
 
 class Many(nn.Module):

@@ -51,10 +51,9 @@ class Board:
 
     def read(self, key: str) -> Any:
         """Return a note; None if there is none."""
-        if self._ask(lambda: self._store.check([key])):
-            found = self._ask(lambda: json.loads(self._store.get(key)))
-            if found is not None:
-                self._known[key] = found
+        is_there = self._ask(lambda: self._store.check([key]))
+        if is_there and (found := self._ask(lambda: json.loads(self._store.get(key)))) is not None:
+            self._known[key] = found
         return self._known.get(key)
 
     def _ask(self, question: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ _MOST_PARTS = 256  # per system call, which would refuse more than 1,024
 class Connection:
     """One end of a connection. All methods that send or receive raise LostPeer if the other end is gone.
 
-    Buffers hold bytes, and none is empty.
+    Buffers hold bytes. Received bytes never go into an empty buffer.
 
     Args:
         connected: a socket; this object closes it.

@@ -63,11 +63,9 @@ class ShardedOptimizer(Optimizer):
         others = {parameter: parameter.grad for parameter in self._owners if not self.keeps(parameter)}
         for parameter in others:
             parameter.grad = None
-        try:
-            self.whole.step()
-        finally:
-            for parameter, gradient in others.items():
-                parameter.grad = gradient
+        self.whole.step()
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
         with self._job.guard(), self._job.replicas.waiting():
             self._exchange_parameters()
 
@@ -98,7 +96,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of all parameters; on the first replica, that of other replicas is in the host's memory.
+        """Return the state of all parameters; that of other replicas is on the first one's host, and empty elsewhere.
 
         Tensors are sent one after another, so that a device never holds more than one that is not its own.
 
@@ -121,8 +119,10 @@ class ShardedOptimizer(Optimizer):
         sent = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
         with self._job.replicas.exchange():
             self._broadcast(sent, replica).wait()
-        if own is not None or self._job.replica_index != 0:  # the first replica saves
-            return sent if own is None else own
+        if own is not None:
+            return own
+        if self._job.replica_index != 0:  # the first replica saves
+            return sent.new_empty(0)
         self._job.wait_for_devices()
         return sent.cpu()
 

@@ -67,9 +67,9 @@ class StatisticsExchange:
         named = ((f"layers.{index}.{name}", m) for index, layer in layers.items() for name, m in layer.named_modules())
         return StatisticsExchange(self._replicas, named)
 
-    def start(self, *, notes: bool) -> SynchronizedMicroBatch:
-        """Return what normalises a stage's next micro-batch; with `notes`, batch norms keep statistics for `commit`."""
-        return SynchronizedMicroBatch(self, notes=notes)
+    def start(self) -> SynchronizedMicroBatch:
+        """Return what normalises a stage's next micro-batch."""
+        return SynchronizedMicroBatch(self)
 
     def gather(
         self, norm: MicroBatchNorm, count: float, rows: Tensor, *, backward: bool
@@ -111,7 +111,7 @@ class StatisticsExchange:
 
 
 class SynchronizedMicroBatch:
-    """One micro-batch in the batch norms of one stage; with `notes`, they keep this replica's statistics for `commit`.
+    """One micro-batch in the batch norms of one stage, which keep this replica's statistics for `commit`.
 
     Attributes:
         anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas: a
@@ -119,9 +119,9 @@ class SynchronizedMicroBatch:
             of the others depend on its input.
     """
 
-    def __init__(self, exchange: StatisticsExchange, *, notes: bool) -> None:
+    def __init__(self, exchange: StatisticsExchange) -> None:
         self.anchors: list[Tensor] = []
-        self._exchange, self._notes = exchange, notes
+        self._exchange = exchange
         self._wholes: list[tuple[MicroBatchNorm, _Moments]] = []  # in call order
         self._position: int | None = None  # in them, in a recomputation
         self._is_backward = False
@@ -167,7 +167,7 @@ class SynchronizedMicroBatch:
 
     def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
         part = _measure_statistics(input, _count_channels(norm))
-        if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
+        if norm.running_mean is not None:  # `commit` adds the other replicas' parts
             norm.__dict__["fresh"] = (*norm.fresh, *part)
         mean, variance = part.statistics.double()
         rows = torch.stack([mean, (part.num_values - 1) * variance])

@@ -297,7 +297,7 @@ class TiedGradients:
         self._earlier = {}
         for member, parameter in self._copies.items():
             _refuse_hooks(member, parameter)
-            if parameter.requires_grad and parameter.grad is not None:
+            if parameter.grad is not None:
                 self._earlier[member], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
@@ -374,7 +374,7 @@ class TiedGradients:
             if owner == self._process:
                 gradient = self._copies[member].grad
                 assert gradient is not None
-                total = gradient if member is present[0] or total is None else total.add_(gradient.to(total.device))
+                total = gradient if total is None else total.add_(gradient.to(total.device))
         if connection is not None:
             total = self._empty(group) if total is None else total
             connection.broadcast(total, holder)
@@ -430,7 +430,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         part, rank = _to_bytes(tensor), self._ranks[process]
         with self._exchange([rank]):
@@ -441,7 +440,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         rank = self._ranks[process]
         with _fill(into) as part, self._exchange([rank]):
@@ -452,7 +450,6 @@ class TiedProcesses:
 
         Raises:
             LostPeer: a connection is gone.
-            PeerFailure: another process failed.
         """
         source = self._ranks[process]
         is_source = source == dist.get_rank()
@@ -479,7 +476,6 @@ class TiedProcesses:
             self._device_work.exchanging(self._device, ranks),
         ):
             yield
-        self._watch.check()
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -100,7 +100,7 @@ class MessageFormat:
     structure: Structure  # how the tensors are nested
     layouts: tuple[TensorLayout, ...]  # one per tensor
     batch: MiniBatch  # that the payload belongs to
-    specs: tuple[_Spec, ...] = field(default=(), compare=False)  # from which the sender made the layouts
+    specs: tuple[_Spec, ...] = ()  # from which the sender made the layouts
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
@@ -117,8 +117,7 @@ class MessageFormat:
         if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
             return predicted
         _refuse_without_memory(payload)
-        found = _make_format(payload.structure, specs, batch)
-        return predicted if found == predicted else found
+        return _make_format(payload.structure, specs, batch)
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -172,7 +171,7 @@ class MessageFormat:
                 parts.append(flatten(tensor, layout).numpy().data)
         if self._gaps[-1]:
             parts.append(_ZEROS[: self._gaps[-1]])
-        return [part for part in parts if len(part)] if self._has_empty else parts
+        return parts
 
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
         """Return memory for the elements of each tensor and, with it, the buffers of a message."""
@@ -205,8 +204,7 @@ class MessageFormat:
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors from the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
-        differentiable, shared = self._marks
-        return Payload(tensors, self.structure, list(differentiable), list(shared))
+        return Payload(tensors, self.structure, *self._marks)
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
