@@ -65,7 +65,7 @@ def test_a_request_to_stop_ends_the_search(
     with pytest.raises(SystemExit) as left:
         choose()
     assert left.value.code == stops.STOPPED
-    said = "stopped by SIGINT before the first step: the same command again goes on.\n"
+    said = "stopped by SIGINT before the first step: repeat the command to resume.\n"
     assert capsys.readouterr().out == (said if rank == "0" else "")
 
 

@@ -169,5 +169,25 @@ def leave(rank: int) -> str:
     return str(caught.value)
 
 
+def fail_in_the_update(rank: int) -> bool:
+    """Let the update itself fail; return whether the gradients are what they were."""
+    pipeline = make_pipeline(1)
+    optimizer = ShardedOptimizer(build_optimizer("sgd", pipeline.named_parameters(), 0.1), pipeline.job)
+    pipeline.train_step((torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)))
+    before = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    optimizer.whole.register_step_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    return all(parameter.grad is before[name] for name, parameter in pipeline.named_parameters())
+
+
+def test_an_update_that_fails_leaves_all_gradients(processes: ProcessPool) -> None:
+    assert processes.run(2, fail_in_the_update) == [True, True]
+
+
 def test_a_replica_that_fails_before_its_update_is_named(processes: ProcessPool) -> None:
     assert "OSError: the disk is gone" in processes.run(2, leave)[0]

@@ -63,9 +63,11 @@ class ShardedOptimizer(Optimizer):
         others = {parameter: parameter.grad for parameter in self._owners if not self.keeps(parameter)}
         for parameter in others:
             parameter.grad = None
-        self.whole.step()
-        for parameter, gradient in others.items():
-            parameter.grad = gradient
+        try:
+            self.whole.step()
+        finally:
+            for parameter, gradient in others.items():
+                parameter.grad = gradient
         with self._job.guard(), self._job.replicas.waiting():
             self._exchange_parameters()
 
