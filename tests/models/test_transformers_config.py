@@ -11,7 +11,7 @@ from gpipe.models.transformers_models import make_transformers_config
 def test_an_unknown_argument_is_refused(name: str, argument: str) -> None:
     sentence = (
         f"model.arguments is {{'{argument}': 2}}, which {name} does not take (it has no {argument}): correct them; "
-        "where an experiment sets them, start from one that does not, such as +experiment=language_model."
+        "if the experiment sets them, start from one that does not, such as +experiment=language_model."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         make_transformers_config(name, {argument: 2}, 100, {})

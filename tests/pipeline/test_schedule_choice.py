@@ -121,7 +121,7 @@ def test_a_stages_last_micro_batch_is_that_whose_gradients_of_weights_are_made_l
 
 @pytest.mark.parametrize("text", ["R0 F0 B0", "F0 B0 R0"])
 def test_a_recomputation_comes_behind_its_forward(text: str) -> None:
-    with pytest.raises(ValueError, match="it must be forward, perhaps recompute, and backward"):
+    with pytest.raises(ValueError, match="it must be forward, optionally recompute, and backward"):
         check_schedule([tasks(text, 0)], 1, 1, 1)
 
 
