@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,17 +34,22 @@ class Fail(nn.Module):
         return self.linear(x)
 
 
+def run_and_close(pipeline: gpipe.Pipeline, run: Callable[[], Any]) -> str:
+    """Return the failure that comes of it, with its kind; empty if there is none."""
+    try:
+        run()
+    except gpipe.PipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        pipeline.close()
+    return ""
+
+
 def fail(rank: int, culprit: int) -> str:
     with mock.patch.object(Board, "write_first"), mock.patch.object(Messenger, "fail"):
         layers = nn.Sequential(*(Fail(fails=rank == culprit) for _ in range(2)))
         pipeline = gpipe.Pipeline(layers, mean_output, [1, 1], 3, mesh=stages(2), timeout_seconds=30)
-        try:
-            pipeline.train_step((torch.ones(3, 2), torch.ones(3, 2)))
-        except gpipe.PipelineError as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            pipeline.close()
-    return ""
+        return run_and_close(pipeline, lambda: pipeline.train_step((torch.ones(3, 2), torch.ones(3, 2))))
 
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one host", "hosts"])
@@ -64,16 +71,9 @@ def fail_between_steps(rank: int) -> str:
         pipeline = gpipe.Pipeline(layers, mean_output, [1, 1], 3, mesh=stages(2), timeout_seconds=30)
         pipeline.evaluate(torch.ones(300, 2))
         pipeline.train_step((torch.ones(3, 2), torch.ones(3, 2)))
-        try:
-            if rank == 0:
-                pipeline.job.abort(ArithmeticError("no data"))
-            else:
-                pipeline.evaluate(torch.ones(300, 2))
-        except gpipe.PipelineError as error:
-            return str(error)
-        finally:
-            pipeline.close()
-    return ""
+        if rank == 0:
+            return run_and_close(pipeline, lambda: pipeline.job.abort(ArithmeticError("no data")))
+        return run_and_close(pipeline, lambda: pipeline.evaluate(torch.ones(300, 2)))
 
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one host", "hosts"])
@@ -81,7 +81,7 @@ def test_a_cause_comes_in_the_place_of_a_larger_payload_than_its_sender_expected
     is_apart: bool, processes: ProcessPool
 ) -> None:
     run = (run_apart, fail_between_steps) if is_apart else (fail_between_steps,)
-    text = "rank 0, stage 0, between two steps: ArithmeticError: no data"
+    text = "PeerFailure: rank 0, stage 0, between two steps: ArithmeticError: no data"
     assert processes.run(2, *run) == ["", text]
 
 
@@ -89,20 +89,13 @@ def fail_before_a_gathering(rank: int) -> str:
     with mock.patch.object(Board, "write_first"), mock.patch.object(ProcessTransfer, "fail"):
         layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
         pipeline = gpipe.Pipeline(layers, mean_output, [1, 1, 1], 3, mesh=stages(3), timeout_seconds=30)
-        try:
-            if rank == 1:
-                pipeline.job.abort(ArithmeticError("no data"))
-            else:
-                pipeline.job.gather(rank)
-        except gpipe.PipelineError as error:
-            return str(error)
-        finally:
-            pipeline.close()
-    return ""
+        if rank == 1:
+            return run_and_close(pipeline, lambda: pipeline.job.abort(ArithmeticError("no data")))
+        return run_and_close(pipeline, lambda: pipeline.job.gather(rank))
 
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one host", "hosts"])
 def test_a_cause_of_failure_comes_in_the_place_of_a_gathered_value(is_apart: bool, processes: ProcessPool) -> None:
     run = (run_apart, fail_before_a_gathering) if is_apart else (fail_before_a_gathering,)
-    text = "rank 1, stage 1, between two steps: ArithmeticError: no data"
+    text = "PeerFailure: rank 1, stage 1, between two steps: ArithmeticError: no data"
     assert processes.run(3, *run) == [text, "", text]
