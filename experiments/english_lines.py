@@ -2,8 +2,8 @@
 
     python -m experiments.english_lines
 
-Finds the languages whose English lines are the same in every split. Lists, by language, the numbers of the English
-lines that models are validated and tested on, without the sentences that training skips as too long. Seconds.
+Finds the languages whose English lines are the same in every split. Lists, by language and as numbers, which English
+lines models are validated and tested on, without the sentences that training skips as too long. Seconds.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m experiments.step_timeline
 
-Trains each model with train.py for a few steps, with one core per stage, and reads the tasks of the last step. The run
-with the fastest step counts, because other programs can only slow a step down. Two minutes on two idle cores.
+Trains each model with train.py for a few steps, with one core per stage, and reads the tasks of the last step. It takes
+the run with the fastest step, because other programs can only slow a step down. Two minutes on two idle cores.
 """
 
 from __future__ import annotations

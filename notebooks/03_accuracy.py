@@ -169,11 +169,11 @@ show_answers(claims(records, paper), "pre-training helps")
 #
 # ## 4. Accuracy against size, at the scale of a laptop
 #
-# **Question:** are larger models more accurate, also after a transfer? The paper's figure 1(a) shows this among models
-# of several families. **Method:** five sizes of one family learn the photographs of clothes, each at the learning rate
-# that is best on held-out images, and are then fine-tuned on 100 handwritten digits. The axis of parameters is
-# logarithmic; a point is a seed, and a bar shows the mean and one deviation to each side. The gain of a seed is the
-# slope of a line through its five accuracies; the verdict is over seeds.
+# **Question:** are larger models more accurate, also after a transfer? The paper's figure 1(a) shows the former among
+# models of several families. **Method:** five sizes of one family learn the photographs of clothes, each at the
+# learning rate that is best on held-out images, and are then fine-tuned on 100 handwritten digits. The axis of
+# parameters is logarithmic; a point is a seed, and a bar shows the mean and one deviation to each side. The gain of a
+# seed is the slope of a line through its five accuracies; the verdict is over seeds.
 
 # %%
 sizes = {images: by_size for images, name in TRAINED.items() if (by_size := tuned_sizes(measured, name))}

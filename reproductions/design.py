@@ -26,7 +26,7 @@ _MOST_ITEMS = 100_000
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a study: trainings that share everything but the seed and what was tuned.
+    """A row of a study's design: the trainings of one experiment that the study puts together.
 
     Attributes:
         question: the question of the study.

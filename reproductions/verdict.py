@@ -139,7 +139,7 @@ def student(freedom: int) -> float:
 
 
 def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least: float) -> Interval | None:
-    """Return the interval of the difference between the accuracies of runs and a number without runs.
+    """Return the interval of the accuracies of runs minus a number without runs.
 
     Runs are drawn with replacement, and so are the test images of each run: a binomial number of right answers. The
     interval of a single run is over its images.

@@ -4,8 +4,9 @@
 
 Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on one
 GPU), cuts the models by these seconds, and simulates the schedule of K such devices. The simulated links are slower
-than the paper's by the same factor as this machine. The same grid is planned from the data sheets of the paper's
-devices. Eight minutes on one core; 12 GB. --plan-only needs two minutes. --small uses tiny models instead.
+than the paper's by the factor by which this machine computes more slowly. The same grid is planned from the makers'
+figures for the paper's devices. Eight minutes on one core; 12 GB. --plan-only needs two minutes. --small uses tiny
+models instead.
 """
 
 from __future__ import annotations

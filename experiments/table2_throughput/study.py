@@ -1,8 +1,8 @@
 """Study a model of the paper's Tables 2 and 3 on K devices: which micro-batches fit, and how long a step takes.
 
-The seconds of its layers are planned, from the data sheet of the paper's device (the roofline), or measured on this
-machine. In the second case the links are slower by the same factor as this machine is slower than the paper's device,
-which keeps the ratio of transfer to computing.
+The seconds of its layers are planned, from the maker's figures for the paper's device (the roofline), or measured on
+this machine. In the second case the links are slower by the same factor as this machine is slower than the paper's
+device, which keeps the ratio of transfer to computing.
 """
 
 from __future__ import annotations
