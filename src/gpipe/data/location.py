@@ -27,7 +27,10 @@ def find_training_folder(root: Path) -> Path:
 
 
 class DataMissing(FileNotFoundError):
-    """Data is missing; the message says what was looked for, how to get it, and what works without it."""
+    """Data is missing.
+
+    The message says what was looked for, the expected tree, how to get it, and what works without it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

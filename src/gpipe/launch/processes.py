@@ -308,8 +308,8 @@ def _join(processes: Processes, began: float) -> Place:
         num_local, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if num_local > num_gpus:
             raise ValueError(
-                f"{num_local} processes on a host with {num_gpus} GPUs, expected one per GPU: start fewer, or set "
-                "launch.num_processes=1, which plays several stages on one GPU."
+                f"{num_local} processes on a host with {num_gpus} GPUs, expected one per GPU: start fewer there, or "
+                "set launch.num_processes=1, which plays several stages on one GPU."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()

@@ -83,7 +83,7 @@ class Buffers:
 
         Raises:
             ValueError: a buffer changed that did not change in the step's first micro-batch. Its earlier value is
-                unknown, so the forward cannot be recomputed.
+                unknown, so the forward cannot be recomputed. Or one changed that another layer has too.
         """
         is_needed = self._places or self._made or self._silent is None
         return self._moved(for_recomputation=for_recomputation) if is_needed else _NO_COPIES

@@ -86,7 +86,7 @@ class Conclusion(NamedTuple):
         totals: the loss, under the name "loss", and the metrics.
         notes: of all processes of the job.
         is_skipped: whether a gradient is not finite, so that the scaler skips the step: no process has gradients.
-        gradient_norm: before clipping; None without clipping.
+        gradient_norm: before clipping; None without clipping, or if the step is skipped.
     """
 
     totals: dict[str, float]

@@ -17,8 +17,8 @@ _KEPT = (
     "outputs, so that it travels, or detach it (.detach())"
 )
 _CHANGED_LATER = (
-    "; if the model trains without a pipeline, a layer changed a buffer or a weight in a later micro-batch: let its "
-    "forward use a copy (.clone()) of what it changes, or set rematerialize='always'"
+    "; if the model trains well without a pipeline, a layer changed a buffer or a weight in a later micro-batch: let "
+    "its forward use a copy (.clone()) of what it changes, or set rematerialize='always'"
 )
 
 

@@ -8,7 +8,7 @@ time, but a backward runs no Python, and torch lets other threads run while it l
 see the guide.
 
 Gradients and masks keep their bits: what a thread does on a GPU depends only on the order of that GPU's tasks. All
-threads share the host's random generators, so no layer may draw from them.
+threads share the host's random generators, so neither a layer nor the loss may draw from them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class LayerExecution:
             options: of torch.compile, except those for CUDA graphs.
 
         Raises:
-            ValueError: the options ask for CUDA graphs, or the replicas shard their weights.
+            ValueError: the options ask for CUDA graphs, the layers run in another way, or the replicas shard their
+                weights.
         """
         refuse_cuda_graphs(options)
         refuse_second_way("torch.compile", self._find_way())
@@ -97,8 +98,8 @@ class LayerExecution:
         changes nothing.
 
         Layers and the loss run in several threads at once: protect an object that two of them change. Of the contexts
-        around `train_step`, only autocast and the current streams reach the threads. A layer that draws random numbers
-        on the host, whose generators all threads share, is refused in the next step.
+        around `train_step`, only autocast and the current streams reach the threads. A layer, or a loss, that draws
+        random numbers on the host, whose generators all threads share, is refused in the next step.
 
         Raises:
             ValueError: the layers are compiled or run as CUDA graphs.

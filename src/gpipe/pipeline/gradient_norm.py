@@ -67,11 +67,11 @@ def compute_norms(
         parts = [norm.to(devices[0], non_blocking=True) for device in devices for norm in norms_of[device]]
         names = [name for device in devices for name in names_of[device]]
         found.update(zip(names, torch.cat(parts).tolist(), strict=True))
-    exact = [(name, _recompute_if_infinite(found[name], gradient)) for name, gradient in gradients.items()]
+    exact = [(name, _recompute_if_not_finite(found[name], gradient)) for name, gradient in gradients.items()]
     return exact + [(name, found[f"beside {name}"]) for name in beside or {}]
 
 
-def _recompute_if_infinite(norm: float, gradient: Tensor) -> float:
+def _recompute_if_not_finite(norm: float, gradient: Tensor) -> float:
     """Return a norm; if it is not finite, recompute it in double precision: perhaps only a square overflowed."""
     if math.isfinite(norm):
         return norm

@@ -82,8 +82,8 @@ class GradientScaler:
             if self.scale < _LEAST_SCALE:
                 raise ValueError(
                     f"the scale has fallen below {_LEAST_SCALE:g} after {self.num_skipped} skipped steps, and "
-                    "gradients are still not finite; find the first such layer with Pipeline.first_non_finite, or "
-                    "train without a scaler"
+                    "gradients are still not finite; find the first number that is not with "
+                    "Pipeline.first_non_finite, or train without a scaler"
                 )
         elif self._num_steps == self._growth_interval:
             self.scale, self._num_steps = min(self.scale * self._growth_factor, 2.0**126), 0

@@ -110,6 +110,6 @@ def _refuse_unfilled(layer: nn.Module, name: str) -> None:
     for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
         if bool(tensor.isnan().any()):
             raise ValueError(
-                f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; fill it in its "
-                "module's, or build the model on the CPU"
+                f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; let that of "
+                "its module fill it, or build the model on the CPU"
             )

@@ -62,6 +62,7 @@ def choose_schedule(
     """Return the named schedule, or a user's own after checking its tasks; and the device of each stage.
 
     Raises:
+        TypeError: a user's own returns something other than lists of tasks.
         ValueError: there is no such schedule, it cannot have this number of stages per device, or its tasks are wrong.
     """
     if isinstance(schedule, str):

@@ -31,7 +31,7 @@ class StepReport:
         peak_memory_bytes: the most that this process has held: GPU memory on CUDA, main memory on the CPU.
         is_skipped: whether a scaler skipped the step: no process has gradients.
         outputs: of the model for the mini-batch, in the last stage's process, if requested.
-        gradient_norm: of all gradients together, before clipping; None without clipping.
+        gradient_norm: of all gradients together, before clipping; None without clipping, or if the step is skipped.
     """
 
     step: int
@@ -49,7 +49,10 @@ class StepReport:
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:
-    """Return this process's peak memory in bytes, since `reset_peak_memory`: over its GPUs, or else of the host."""
+    """Return this process's peak memory in bytes: the sum over its GPUs, or else that of main memory.
+
+    It is the peak since the process began, or since `reset_peak_memory`.
+    """
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda:
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda)

@@ -2,7 +2,7 @@
 
 A device holds the inputs of a micro-batch, or of the whole mini-batch if it has the first stage, and what a forward
 needs that keeps nothing. There are no gradients. An evaluation's micro-batches may be larger than those of a training
-step, and their logits wider, as autocast is off.
+step, and their logits wider, if it runs without autocast.
 """
 
 from __future__ import annotations

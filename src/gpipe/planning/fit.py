@@ -95,6 +95,7 @@ def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tupl
 # The results below do not depend on the cut, and many cuts need them.
 @lru_cache(maxsize=64)
 def _list_tasks(order: Order) -> StepSchedule:
+    """Return the tasks of all devices, without recomputations."""
     return order.tasks(Rematerialize.NEVER)
 
 

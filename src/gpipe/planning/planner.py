@@ -88,7 +88,7 @@ class Planner:
         """Return profiles and seconds with the largest micro-batch, and the setting with the actual number of them.
 
         Raises:
-            ValueError: micro-batches would be too small.
+            ValueError: micro-batches would be too small for batch norm, or cannot be described.
         """
         profiles, setting = self._profiles_for(setting)
         if id(profiles) not in self._layer_seconds:  # the profiles are cached, so ids are unique

@@ -35,10 +35,11 @@ class Space:
     Attributes:
         num_devices: the number of devices that a setting uses, over all replicas.
         num_stages: K.
-        num_microbatches: M; None: 1, 2, 4 and so on up to the most, 32 per device or the number of examples.
+        num_microbatches: M; None: 1, 2, 4 and so on, and the most: 32 per device of a replica, or its
+            examples if fewer.
         schedule: a name.
         stages_per_device: None: up to 4.
-        rematerialize: None: `Fit`, and all but the last.
+        rematerialize: None: `Fit` and EXCEPT_LAST.
         num_replicas: R.
     """
 

@@ -163,8 +163,8 @@ class Plan:
         stages: K of them.
         memory: of each device.
         timeline: the simulated tasks.
-        averaging_seconds: how much longer than the tasks the averaging of gradients over the replicas takes. A device
-            starts averaging when its last task ends, while others still work.
+        averaging_seconds: how long the averaging of gradients over the replicas goes on after the last task. A device
+            starts averaging when its own last task ends, while others still work.
         update_seconds: of the optimiser, of exchanging what replicas update for each other, and of the copies that
             autocast then makes, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do in that time at their

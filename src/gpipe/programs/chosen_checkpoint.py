@@ -86,7 +86,7 @@ def refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str
 def choose_checkpoint(setting: str, value: str) -> Path:
     """Return the checkpoint that a setting names; for init_from, it may be an exported file.
 
-    Of a run's checkpoints, `checkpoint` means the best one, and the settings of a training mean the latest.
+    Of a run's checkpoints, `checkpoint` means the best one, if there is one, and the other settings mean the latest.
 
     Args:
         setting: its name: checkpoint, evaluate, init_from or trainer.resume_from.

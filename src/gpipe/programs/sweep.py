@@ -56,9 +56,9 @@ def run_job(
 ) -> float | None:
     """Run one job of a sweep unless it is done; return its top-1, which a search maximises.
 
-    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep. Its
-    value is then worse than any top-1: a search cannot learn from a job without a value, and would end without a table
-    if all jobs failed. A job that another process is running is left to it.
+    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep. The
+    job's value is then worse than any top-1: a search cannot learn from a job without a value, and would end without a
+    table if all jobs failed. A job that another process is running is left to it.
 
     Args:
         folder: the job's folder.

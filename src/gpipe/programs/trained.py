@@ -22,7 +22,7 @@ class TrainedModel:
 
     Attributes:
         run: the settings that it was trained with.
-        data: those of its data.
+        data: the settings of its data.
         checkpoint: the checkpoint's folder.
         step: the number of updates.
     """

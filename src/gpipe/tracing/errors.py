@@ -44,7 +44,7 @@ class Undecided(Exception):
     """The code does what cannot be recorded, such as asking for a value that is only known when the model runs.
 
     Args:
-        what: the code does, for the message.
+        what: what the code does, for the message.
         place: the line that does, if the error is found only later.
     """
 

@@ -45,7 +45,7 @@ class TracedLayers(nn.Sequential):
     Attributes:
         names: the name here of each parameter and buffer, by its name in the model: "norm.weight" -> "23.norm.weight".
         model_names: the reverse, with an entry for every layer that has a tensor.
-        leaves: names and types of submodules that are one operation each: named by the caller, or impossible to record.
+        leaves: names and types of submodules that are one operation each: those that were named, and those found.
     """
 
     def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:

@@ -85,7 +85,7 @@ class TokenLoss:
         label_smoothing: 0.1 is usual, 0 is none.
         padding_index: the token that pads the targets.
         logit_limit: the model's limit of its logits; None if it has none. This loss only counts clipped logits.
-        soft: whether the model limits logits with a tanh.
+        soft: whether the model limits logits with a tanh; then those count that were at the limit or beyond before it.
     """
 
     def __init__(

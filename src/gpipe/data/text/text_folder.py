@@ -20,7 +20,7 @@ _LINES = 10_000  # to encode at once
 
 
 class TextSequences:
-    """Sequences of a text: sequence i has `length` tokens, starting at i x length, and one more to predict.
+    """Sequences of a text: sequence i has the tokens from i x length on, as many as the length, and one more.
 
     Args:
         tokens: ids [n], such as those of a file mapped into memory.

@@ -98,7 +98,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of all parameters; that of other replicas is on the first one's host, and empty elsewhere.
+        """Return the state of all parameters; other replicas' tensors are on the first one's host, and empty elsewhere.
 
         Tensors are sent one after another, so that a device never holds more than one that is not its own.
 

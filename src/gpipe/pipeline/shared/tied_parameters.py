@@ -290,7 +290,7 @@ class TiedGradients:
         """Set aside the gradients of earlier steps, which are already sums.
 
         Raises:
-            ValueError: a copy has a hook now, or its layer no longer has it.
+            ValueError: a copy has a hook now, or is gone from its layer.
         """
         self._copies = self._find_copies()
         self._bits = {member: add_up_bits(parameter) for member, parameter in self._copies.items()}  # read at the end

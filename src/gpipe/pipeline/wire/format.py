@@ -104,7 +104,7 @@ class MessageFormat:
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
-        """Return the format in which a payload travels; if it is as predicted, the same object."""
+        """Return the format in which a payload travels: the predicted object, if the payload has its specs."""
         specs = tuple(
             [
                 (t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
@@ -144,7 +144,7 @@ class MessageFormat:
 
     @functools.cached_property
     def _has_empty(self) -> bool:
-        """Whether a tensor has no elements: the system accepts no empty buffers."""
+        """Whether a tensor has no elements: nothing is received into its buffer."""
         return any(layout.num_elements == 0 for layout in self.layouts)
 
     @functools.cached_property
