@@ -22,4 +22,4 @@ if TYPE_CHECKING:  # what `public_names` imports on first use
     from gpipe.planning.profile import LayerCost as LayerCost
     from gpipe.planning.profile import analyze_layers as analyze_layers
     from gpipe.planning.timing import measure_layers as measure_layers
-    from gpipe.tracing.segments import as_layers as as_layers
+    from gpipe.tracing.traced_layers import as_layers as as_layers

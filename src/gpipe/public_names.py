@@ -16,7 +16,7 @@ _PLACES = {
     "StepReport": "pipeline.step_report",
     "Timeline": "pipeline.timeline",
     "analyze_layers": "planning.profile",
-    "as_layers": "tracing.segments",
+    "as_layers": "tracing.traced_layers",
     "convert_batch_norm": "pipeline.batch_norm",
     "is_recomputing": "pipeline.batch_norm",
     "measure_layers": "planning.timing",

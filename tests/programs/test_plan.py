@@ -18,7 +18,7 @@ from gpipe.planning.accelerator import ACCELERATORS, GIB, LayerSeconds
 from gpipe.planning.calibration import Calibration
 from gpipe.programs import train as train_program
 from gpipe.programs.plan import find_devices, start
-from gpipe.tracing.segments import TracedLayers, as_layers
+from gpipe.tracing.traced_layers import TracedLayers, as_layers
 from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]

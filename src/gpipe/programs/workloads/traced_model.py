@@ -13,7 +13,7 @@ from gpipe.config import ConfigError
 from gpipe.pipeline.batch_norm import convert_batch_norm, converted_batch_norms
 from gpipe.programs.workloads.workload import Workload
 from gpipe.tracing.errors import TracingError
-from gpipe.tracing.segments import TracedLayers, as_layers
+from gpipe.tracing.traced_layers import TracedLayers, as_layers
 
 
 class _Facts(NamedTuple):

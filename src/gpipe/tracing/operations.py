@@ -1,0 +1,95 @@
+"""The recorded operations of a model in order, and what is alive between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from gpipe._compat.torch_description import tree_leaves
+from gpipe.pipeline._compat import AnyBatchNorm
+from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch
+
+
+class Operations:
+    """The operations of a model in order, and what is alive between them.
+
+    Args:
+        model: whose operations these are.
+        graph: the operations, recorded with the first number of examples.
+        arguments: what each operation and the output take, with numbers that depend on the number of examples.
+        constants: tensors that the model's code made from no input, by name.
+        values: each node's value, without data, for each number of examples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        arguments: Mapping[fx.Node, FreeArguments],
+        constants: Mapping[str, Constant | Numbering],
+        values: Sequence[Mapping[fx.Node, Any]],
+    ) -> None:
+        self.model, self.arguments, self.values = model, arguments, values
+        self._constants = constants
+        self.nodes = [node for node in graph.nodes if node.op.startswith("call_")]
+        (self.inputs,) = (node for node in graph.nodes if node.op == "placeholder")
+        (self.output,) = (node for node in graph.nodes if node.op == "output")
+        last_use: dict[fx.Node, int] = {}
+        for position, node in enumerate([*self.nodes, self.output]):
+            for used in node.all_input_nodes:
+                last_use[used] = position
+        self._last_use = last_use
+
+    def value(self, node: fx.Node) -> Any:
+        """Return the value of a node, without data."""
+        return self.values[0][node]
+
+    def batch_norms(self, node: fx.Node) -> list[nn.Module]:
+        """Return the batch norms that an operation runs."""
+        if node.op != "call_module":
+            return []
+        module = self.model.get_submodule(str(node.target).removeprefix("model."))
+        return [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+
+    def find_alive(self, cut: int) -> list[fx.Node]:
+        """Return the nodes before a cut that operations after it need."""
+        made = [self.inputs, *self.nodes[:cut]]
+        return [node for node in made if self._last_use.get(node, -1) >= cut]
+
+    def needs_batch_size(self, node: fx.Node) -> bool:
+        """Return whether an operation needs the number of examples."""
+
+        def is_number(leaf: Any) -> bool:
+            return isinstance(leaf, OfBatch)
+
+        constants = (self.constant(str(used.target).removeprefix("model.")) for used in node.all_input_nodes)
+        shapes = [constant.shape for constant in constants if constant is not None]
+        return any(map(is_number, tree_leaves((*self.arguments[node], shapes), is_leaf=is_number)))
+
+    def has_examples(self, node: fx.Node) -> bool:
+        """Return whether a tensor has the examples in a dimension."""
+        return find_examples([values[node] for values in self.values]) is not None
+
+    def constant(self, name: str) -> Constant | Numbering | None:
+        """Return a tensor that the code made from no input."""
+        return self._constants.get(name)
+
+    def attribute(self, name: str) -> tuple[Any, bool]:
+        """Return a submodule, parameter or buffer of the model, and whether it is a buffer that is not saved."""
+        parent, _, own = name.rpartition(".")
+        module = self.model.get_submodule(parent)
+        return getattr(module, own), own in module._non_persistent_buffers_set
+
+
+def find_examples(values: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return a tensor's dimension with the examples, and the number of its entries per example; None if there is none.
+
+    values: the tensor for each number of examples.
+    """
+    for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True)):
+        factor, rest = divmod(sizes[0], BATCHES[0])
+        if rest == 0 and factor and all(size == factor * n for size, n in zip(sizes, BATCHES, strict=True)):
+            return dimension, factor
+    return None
