@@ -213,3 +213,37 @@ def test_a_submodule_that_asks_pythons_generator_is_one_operation_and_asks_each_
         found = layers(x)
         random.seed(seed)
         assert torch.equal(found, model(x))
+
+
+class Criticized(Parts):
+    """Makes modules while it runs, as the models of transformers make their losses."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.b(nn.Dropout(0.5)(self.a(x)))
+        return nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0))(self.c(nn.ReLU()(hidden)), labels)
+
+
+def test_a_module_that_the_models_code_makes_is_recorded_in_its_own_mode() -> None:
+    model, inputs = Criticized(), (torch.randn(5, 4), torch.arange(5) % 4)
+    layers = gpipe.as_layers(model, inputs)
+    for one in (layers, layers.eval()):
+        torch.manual_seed(0)
+        found = one(inputs)
+        torch.manual_seed(0)
+        assert len(layers) > 1 and torch.equal(found, model(*inputs))  # it makes a dropout in training mode
+
+
+def test_a_module_with_weights_outside_the_model_is_refused_or_in_one_operation() -> None:
+    class Taught(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = [nn.Linear(4, 4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) - self.teacher[0](x).detach()
+
+    with pytest.raises(TracingError, match=r"py, line \d+: runs a module of type Linear with weights that is not regis"):
+        gpipe.as_layers(Taught(), torch.randn(2, 4))
+    model, x = nn.Sequential(Taught(), nn.Linear(4, 4)), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Taught"] and torch.equal(layers(x), model(x))

@@ -173,9 +173,13 @@ class Tracer(fx.Tracer):
         """Whether the code that runs is recorded."""
         return bool(self._current) and not self._is_running
 
+    def _is_registered(self, module: nn.Module) -> bool:
+        """Return whether a module is in the model; others are made by its code, such as a loss, or held in a list."""
+        return module in (self.submodule_paths or {})
+
     def read_training(self, module: nn.Module) -> Any:
         """Return what stands for the mode of a module when the model's code asks for it."""
-        if not self.is_recording:
+        if not (self.is_recording and self._is_registered(module)):
             return module.__dict__["training"]
         if module in self._odd:
             raise self.note(Whole(module))
@@ -204,7 +208,10 @@ class Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""
-        if self._is_running:
+        if not (self._is_running or self._is_registered(m)) and any(True for _ in m.parameters()):
+            kind = type(m).__name__
+            raise self.note(Undecided(f"runs a module of type {kind} with weights that is not registered in the model"))
+        if self._is_running or not self._is_registered(m):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         self._current.append(name)
