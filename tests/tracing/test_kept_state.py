@@ -358,3 +358,29 @@ def test_a_submodule_that_swaps_weights_or_asks_for_gradients_is_one_operation(
     model, x = nn.Sequential(nn.Linear(4, 4), Running(run), nn.Linear(4, 4)), torch.randn(5, 4)
     layers = gpipe.as_layers(model, x[:2])
     assert layers.leaves == ["Running"] and torch.equal(layers(x), model(x))
+
+
+class Averages(nn.Module):
+    """Keeps a moving average, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.1)
+
+
+def double_each(self: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    torch._foreach_mul_([x], 2.0)
+    return x
+
+
+def test_what_returns_nothing_and_changes_something_is_run_too() -> None:
+    model, x = Running(lambda self, x: double_each(self, x) if self.b(x) is None else x), torch.randn(5, 4)
+    model.b = Averages()
+    plain, layers = copy.deepcopy(model), gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Averages"] and torch.equal(layers(x), plain(x))
+    assert torch.equal(model.b.average, plain.b.average) and model.b.average.any()

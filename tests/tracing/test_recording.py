@@ -242,7 +242,7 @@ def test_a_module_with_weights_outside_the_model_is_refused_or_in_one_operation(
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x)) - self.teacher[0](x).detach()
 
-    with pytest.raises(TracingError, match=r"py, line \d+: runs a module of type Linear with weights that is not regis"):
+    with pytest.raises(TracingError, match=r"py, line \d+: runs a module of type Linear with weights that is not"):
         gpipe.as_layers(Taught(), torch.randn(2, 4))
     model, x = nn.Sequential(Taught(), nn.Linear(4, 4)), torch.randn(5, 4)
     layers = gpipe.as_layers(model, x[:2])

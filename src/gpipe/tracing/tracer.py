@@ -331,11 +331,16 @@ class Tracer(fx.Tracer):
                 value = self._run(kind, target, *bare)
         finally:
             self._is_running = False
-        is_assertion = target is torch._assert
-        if is_assertion or (kind != "placeholder" and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
+        pairs = zip(tensors, versions, strict=True)
+        changed = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
+        has_tensors = kind == "placeholder" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        found: Any = None
+        if target is torch._assert or not has_tensors:
             is_of_form = (target if isinstance(target, str) else getattr(target, "__name__", "")) in _OF_FORM
             first = args[0].node if args and type(args[0]) is TracedTensor else None
-            return value if is_of_form or first is None else self.show(first, value)
+            found = value if is_of_form or first is None else self.show(first, value)
+            if kind != "call_module" and not changed:  # a submodule may change its buffers, and return nothing
+                return found
         traced = super().create_proxy(kind, target, args, kwargs)
         assert type(traced) is TracedTensor
         traced.value = value
@@ -345,11 +350,10 @@ class Tracer(fx.Tracer):
                 raise Undecided("computes without gradients from weights that are trained")
             self._trained.add(traced.node)
         self.values[traced.node], self.flops[traced.node] = value, counter.total
-        pairs = zip(tensors, versions, strict=True)
-        self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
-        if self.changed[traced.node] & self._weights:
+        self.changed[traced.node] = changed
+        if changed & self._weights:
             raise Undecided("changes a parameter in place, of which several layers may have copies")
-        return traced
+        return traced if has_tensors else found
 
     def show(self, node: fx.Node, found: Any) -> Any:
         """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
