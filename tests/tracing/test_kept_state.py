@@ -220,6 +220,31 @@ class Fills(nn.Module):
         return y * torch.index_put_(torch.zeros(4), places, torch.ones(()), accumulate=True)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda x: torch.zeros(4).view_as(x[0]), lambda x: torch.atleast_2d([torch.zeros(4), x])[0]]
+)
+def test_a_tensor_that_code_makes_and_fills_under_another_name_is_refused(make: Callable[[Tensor], Tensor]) -> None:
+    def fill(self: Any, x: Tensor) -> Tensor:
+        out = make(x)
+        out += x.mean(0)
+        return self.b(x) + out
+
+    with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):
+        gpipe.as_layers(Running(fill), torch.randn(3, 4))
+
+
+def test_a_tensor_that_code_makes_and_changes_between_uses_has_its_values_at_each_use() -> None:
+    def step(self: Any, x: Tensor) -> Tensor:
+        time = torch.zeros(len(x), 1)
+        for layer in (self.a, self.b):
+            x = layer(x) + time
+            time += 0.5
+        return x * time
+
+    model, x = Running(step), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+
+
 @pytest.mark.parametrize("how", ["submodule", "function"])
 def test_a_tensor_that_code_makes_and_lets_another_fill_is_refused(how: str) -> None:
     with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):

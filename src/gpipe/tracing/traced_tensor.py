@@ -109,7 +109,3 @@ def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
     """Change part of a tensor, and return the tensor."""
     tensor[key] = value
     return tensor
-
-
-CHANGING = {*IN_PLACE, set_item}
-"""The functions that change their first argument in place."""

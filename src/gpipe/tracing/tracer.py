@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from gpipe._compat.fake_tensors import QuickFakeTensorMode, is_fake
 from gpipe._compat.flop_counts import FlopCounter
@@ -42,7 +43,7 @@ from gpipe.tracing.recording import (
     watch_training,
 )
 from gpipe.tracing.traced_shape import TracedShape
-from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
+from gpipe.tracing.traced_tensor import IN_PLACE, TracedTensor
 
 
 class _Call(nn.Module):
@@ -78,7 +79,6 @@ def _convert_outputs(outputs: Any) -> Any:
     return outputs
 
 
-_CHANGES_CONSTANT = "changes a tensor in place that it made itself; make it from another tensor, as x.new_zeros does"
 _CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -133,6 +133,8 @@ class Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self.sizes: list[int | TracedShape] = []
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
+        self._constants: dict[tuple[int, int], fx.Node] = {}  # by the tensor's identity and version
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that the code made, and what stands for them
         self._recorded: set[nn.Module] = set()
         self._weights: set[int] = set()  # the storages of parameters
         self._raised: Exception | None = None  # the first in the model's code, which may have caught it
@@ -142,6 +144,8 @@ class Tracer(fx.Tracer):
     def record(self, model: nn.Module, example: Any) -> fx.Graph:
         """Return the graph of the operations; its placeholder is the nest of inputs."""
         devices = {parameter.device for parameter in model.parameters()}
+        dense = (own for own in chain(model.parameters(), model.buffers()) if own.layout is torch.strided)
+        self._own_memory = {storage_of(own) for own in dense if not is_lazy(own)}
         self._device = devices.pop() if len(devices) == 1 else None  # where a pipeline moves the inputs
         with self._fake:
             self._inputs = tree_map(self._describe, example)
@@ -297,13 +301,27 @@ class Tracer(fx.Tracer):
                 )
             )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
-            name = free_name(self.root.get_submodule("model"), f"constant_{len(self.constants)}")
-            self.constants[name] = a
-            node = self.create_node("get_attr", name, (), {})
-            self.values[node] = a
-            self._note_place(node)
-            return node
+            return self._add_constant(a)
         return super().create_arg(a)
+
+    def _add_constant(self, made: Tensor) -> fx.Node:
+        """Return the node of a tensor that the model's code made from no input, with its present values."""
+        key = id(made), made._version
+        if key not in self._constants:
+            name = free_name(self.root.get_submodule("model"), f"constant_{len(self.constants)}")
+            self.constants[name] = made if made.requires_grad else made.clone()  # the code may still change it
+            self._constants[key] = self.create_node("get_attr", name, (), {})
+            self.values[self._constants[key]] = self._describe_constant(made)
+            self._note_place(self._constants[key])
+        return self._constants[key]
+
+    def _describe_constant(self, made: Tensor) -> Tensor:
+        """Return what stands, without data, for a tensor that the model's code made from no input."""
+        if made.grad_fn is not None or (made.layout is torch.strided and storage_of(made) in self._own_memory):
+            raise Undecided("computes with a weight reached neither by name nor by parameters(), which is not recorded")
+        if id(made) not in self._made:
+            self._made[id(made)] = made, self._fake.from_tensor(made)
+        return self._made[id(made)][1]
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
         """Run an operation on tensors without data, and record it if it returns tensors."""
@@ -314,16 +332,10 @@ class Tracer(fx.Tracer):
             raise
 
     def _create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        bare = _unwrap((args, kwargs))
+        bare = tree_map(self._unwrap, (args, kwargs), is_leaf=lambda leaf: type(leaf) is TracedTensor)
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
-        if any(tensor.grad_fn is not None for tensor in tensors):
-            raise Undecided("computes with a weight reached neither by name nor by parameters(), which is not recorded")
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
-        if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
-            raise Undecided(_CHANGES_CONSTANT)
-        if kind in ("call_module", "call_function") and self._changes_constant(kind, target, bare):
-            raise Undecided(_CHANGES_CONSTANT)
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
         try:
@@ -333,6 +345,10 @@ class Tracer(fx.Tracer):
             self._is_running = False
         pairs = zip(tensors, versions, strict=True)
         changed = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
+        if changed & {storage_of(constant) for _, constant in self._made.values()}:
+            raise Undecided(
+                "changes a tensor in place that it made itself; make it from another tensor, as x.new_zeros does"
+            )
         has_tensors = kind == "placeholder" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         found: Any = None
         if target is torch._assert or not has_tensors:
@@ -392,28 +408,11 @@ class Tracer(fx.Tracer):
         place = self.places.get(node)
         return explain(self.root.get_submodule("model"), [] if place is None else [place], what, remedy)
 
-    def _changes_constant(self, kind: str, target: Any, bare: Any) -> bool:
-        """Return whether an operation changes a tensor that the model's code made from no input."""
-        made: dict[int, Tensor] = {}
-
-        def describe(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or is_fake(leaf):
-                return leaf
-            return made.setdefault(id(leaf), self._fake.from_tensor(leaf.detach().clone()))
-
-        args, kwargs = tree_map(describe, bare)
-        if not made:
-            return False
-        run = self.root.get_submodule(target).forward if kind == "call_module" else target
-        self._is_running = True
-        try:
-            with self._fake, torch.no_grad():
-                run(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - such as a decision by the tensor's values
-            return False
-        finally:
-            self._is_running = False
-        return any(constant._version > 0 for constant in made.values())
+    def _unwrap(self, leaf: Any) -> Any:
+        """Return the value, without data, of a part of arguments."""
+        if isinstance(leaf, Tensor) and not (isinstance(leaf, nn.Parameter) or is_fake(leaf)):
+            return self._describe_constant(leaf)
+        return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, TracedMode) else leaf
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Return whether the value of a node depends on trained parameters."""
@@ -469,13 +468,6 @@ def _has_others(module: nn.Module) -> bool:
     return not all(is_parameter) or any(type(own) is TracedTensor for own in values)
 
 
-def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operation changes its first argument, a tensor that the model's code made from no input."""
-    name = target if isinstance(target, str) else "__setitem__"
-    changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return changes and issubclass(type(args[0]), Tensor)
-
-
 def free_name(module: nn.Module, name: str) -> str:
     """Return a name, with underscores appended until the module has no attribute of that name."""
     while hasattr(module, name):
@@ -509,15 +501,6 @@ def _is_changed_in_place(value: Any, name: str) -> bool:
     while node is not None and node.target in IN_PLACE:
         node = node.args[0]
     return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
-
-
-def _unwrap(nest: Any) -> Any:
-    """Return a nest with traced parts replaced by their values."""
-
-    def bare(leaf: Any) -> Any:
-        return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, TracedMode) else leaf
-
-    return tree_map(bare, nest, is_leaf=lambda leaf: isinstance(leaf, TracedTensor))
 
 
 def trace(
