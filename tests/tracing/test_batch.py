@@ -36,6 +36,25 @@ def test_a_tensor_as_long_as_the_batch_may_have_one_value_for_any_number_of_exam
     assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
 
 
+def test_a_tensor_as_long_as_the_batch_may_be_viewed_in_another_shape() -> None:
+    class Viewed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) + torch.ones(len(x), 2, 4).to(x).view(2 * len(x), 4)[: len(x)]
+
+    model, x = Viewed(), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+
+
+def test_a_tensor_that_code_makes_may_have_nan() -> None:
+    class Missing(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.b(torch.where(x > 0, torch.tensor(float("nan")), x).nan_to_num())
+
+    model, x = Missing(), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
+
+
 def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
     class Square(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

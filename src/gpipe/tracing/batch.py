@@ -33,6 +33,7 @@ class Constant(NamedTuple):
 
     tensor: Tensor
     shape: tuple[int | OfBatch, ...] | None  # the shape to which it is expanded
+    is_contiguous: bool  # once it is expanded; code may rely on that, as view() does
 
 
 class Numbering(NamedTuple):
@@ -53,9 +54,7 @@ def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> b
     """Return whether two graphs have the same operations on the same tensors, constants and numbers."""
     rows = [list(graph.nodes) for graph in (first, second)]
     own, other = (tracer.constants for tracer in tracers)
-    if own.keys() != other.keys() or not all(
-        own[name].shape == other[name].shape and torch.equal(own[name], other[name]) for name in own
-    ):
+    if own.keys() != other.keys() or not all(_has_values(own[name], other[name]) for name in own):
         return False
     position = {node: number for row in rows for number, node in enumerate(row)}
 
@@ -133,8 +132,8 @@ def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingErro
     if first.is_meta:
         raise refuse("makes a tensor on the meta device, where it has no values", "give the model on another device")
     if all(tensor.shape == first.shape for tensor in tensors):
-        if all(torch.equal(tensor, first) for tensor in tensors):
-            return Constant(first, None)
+        if all(_has_values(tensor, first) for tensor in tensors):
+            return Constant(first, None, is_contiguous=True)
         raise refuse("uses a tensor that it made itself, whose values depend on the number of examples")
     shape = _join([tuple(tensor.shape) for tensor in tensors], {}, refuse)
     is_number = first.dtype is not torch.bool and not first.is_complex()
@@ -146,6 +145,14 @@ def _join_constants(tensors: Sequence[Tensor], refuse: Callable[..., TracingErro
     for dimension, size in enumerate(shape):
         if isinstance(size, OfBatch):
             first = first.narrow(dimension, 0, 1)
-    if not all(torch.equal(first.expand(tensor.shape), tensor) for tensor in tensors):
+    if not all(_has_values(first.expand(tensor.shape), tensor) for tensor in tensors):
         raise refuse("uses a tensor that it made itself, whose values depend on the example or the number of examples")
-    return Constant(first.clone(), shape)
+    return Constant(first.clone(), shape, is_contiguous=tensors[0].is_contiguous())
+
+
+def _has_values(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same values, which may be nan."""
+    is_nan = first.isnan()
+    return torch.equal(is_nan, second.isnan()) and torch.equal(
+        first.masked_fill(is_nan, 0), second.masked_fill(is_nan, 0)
+    )

@@ -154,6 +154,7 @@ class _Copy:
         found = self._graph.get_attr(name)
         if constant is not None and constant.shape is not None:
             found = self._graph.call_method("expand", (found, self._sizes(constant.shape)))
+            found = self._graph.call_method("contiguous", (found,)) if constant.is_contiguous else found
         self._made[node] = found
         return found
 
