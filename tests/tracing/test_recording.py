@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +169,24 @@ def test_numbers_become_tensors_by_any_name_of_the_argument() -> None:
 
     model, x = Scaled(), torch.randn(5, 4)
     assert torch.equal(gpipe.as_layers(model, x)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x / np.sqrt(4),
+        lambda x: np.sqrt(4) * x,
+        lambda x: x * np.float32(0.1),
+        lambda x: x.view(-1, np.prod((2, 2))),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(compute: Callable[[Tensor], Tensor]) -> None:
+    class Scaled(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(compute(self.a(x)))
+
+    model, x = Scaled(), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
 
 
 def test_a_shift_in_place_changes_the_tensor_under_its_other_names() -> None:

@@ -21,6 +21,7 @@ class TracedTensor(fx.Proxy):
     of them depend on the number of examples.
     """
 
+    __array_priority__ = Tensor.__array_priority__  # numpy's numbers leave an operation to it, as to a tensor
     value: Any
     tracer: Tracer
 

@@ -302,6 +302,8 @@ class Tracer(fx.Tracer):
             )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             return self._add_constant(a)
+        if (numpy := sys.modules.get("numpy")) is not None and isinstance(a, numpy.generic):
+            return a.item()  # a number as layers' code can have it
         return super().create_arg(a)
 
     def _add_constant(self, made: Tensor) -> fx.Node:
