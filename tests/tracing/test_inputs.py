@@ -129,6 +129,45 @@ def test_entries_of_a_nested_dict_may_stay_and_be_named_by_anything() -> None:
     assert torch.equal(gpipe.as_layers(model, ({Level.LOW: X},))(({Level.LOW: x},)), model({Level.LOW: x}))
 
 
+class Updating(Parts):
+    """Changes the dict or the list that it is given, and one that a submodule of one operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nests = Nests()
+
+    def forward(self, nest: Any) -> Tensor:
+        if isinstance(nest, dict):
+            nest.update(y=self.a(nest.pop("x")))
+            x: Tensor = sum(self.nests(nest["y"]).values())
+            return self.b(x) if "x" not in nest else x
+        nest.append(self.a(nest[-1]))
+        return self.b(sum(nest))
+
+
+class Nests(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x, "y": x * (2 if self.training else 3)}
+
+
+def test_code_may_change_the_nest_that_it_is_given() -> None:
+    model, x = Updating(), torch.randn(5, 4)
+    for make in (lambda: {"x": x}, lambda: [x, x + 1]):
+        layers = gpipe.as_layers(model, (make(),))
+        for one in (layers, layers.eval()):
+            assert torch.equal(one((make(),)), model(make()))
+
+
+def test_the_number_of_examples_and_the_device_are_those_of_a_tensor_in_any_nest() -> None:
+    class Counts(Parts):
+        def forward(self, nest: Any) -> Tensor:
+            x = nest[0]["x"].to(self.a.weight.device)
+            return self.b(self.a(x.view(x.shape[0], -1, 2).flatten(1))) + torch.arange(len(x))[:, None]
+
+    model, x = Counts(), torch.randn(5, 4)
+    assert torch.equal(gpipe.as_layers(model, ([{"x": x[:2]}],))(([{"x": x}],)), model([{"x": x}]))
+
+
 def test_another_kind_of_inputs_is_told_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"^the model's input is of type object, but the example was a dict of x;"):
         gpipe.as_layers(Masked(), {"x": X})(object())

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe._compat.torch_description import tree_leaves
 from gpipe.tracing.batch import Numbering, OfBatch
-from gpipe.tracing.errors import TracingError
 from gpipe.tracing.inputs import Form, check_inputs, name_arguments
 from gpipe.tracing.operations import Operations, find_examples
 
@@ -177,15 +175,15 @@ class _Copy:
     def _tensors(self) -> Iterator[tuple[fx.Node, list[Tensor]]]:
         """Yield the tensors that this layer receives, and their values for each number of examples."""
         for node in self._entered:
-            leaves = [tree_leaves(values[node]) for values in self._operations.values]
-            if isinstance(self._operations.values[0][node], Tensor):
-                yield self._made[node], [row[0] for row in leaves]
-                continue
-            nest = self._operations.values[0][node]
-            for key in nest if isinstance(nest, dict) else range(len(nest)):
-                if isinstance(nest[key], Tensor):
-                    part = self._graph.call_function(operator.getitem, (self._made[node], key))
-                    yield part, [values[node][key] for values in self._operations.values]
+            yield from self._tensors_of(self._made[node], [values[node] for values in self._operations.values])
+
+    def _tensors_of(self, part: fx.Node, values: list[Any]) -> Iterator[tuple[fx.Node, list[Tensor]]]:
+        if isinstance(values[0], Tensor):
+            yield part, values
+        elif values[0] is not None:
+            for key in values[0] if isinstance(values[0], dict) else range(len(values[0])):
+                inner = self._graph.call_function(operator.getitem, (part, key))
+                yield from self._tensors_of(inner, [value[key] for value in values])
 
     def _of_batch(self, number: OfBatch) -> Any:
         if self._batch is None:
@@ -200,9 +198,7 @@ class _Copy:
             if (found := find_examples(values)) is not None:
                 size = self._graph.call_method("size", (tensor, found[0]))
                 return size if found[1] == 1 else self._graph.call_function(operator.floordiv, (size, found[1]))
-        raise TracingError(
-            "no tensor of the example has the examples along a dimension; give its tensors in one flat nest"
-        )
+        raise AssertionError("the number of examples is needed where no tensor tells it")
 
     def _own_device(self) -> fx.Node:
         if self._device is None:

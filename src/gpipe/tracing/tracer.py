@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -53,15 +54,25 @@ class _Call(nn.Module):
         super().__init__()
         self.model = model
         self._kind = type(example)
-        self._keys = list(example) if isinstance(example, dict) else range(len(example) if self._kind is tuple else 0)
 
     def forward(self, inputs: Any) -> Any:
-        parts: dict[Any, Any] = {key: inputs[key] for key in self._keys}
+        parts = _open(inputs)
         if self._kind is dict:
             outputs = self.model(**parts)
         else:
-            outputs = self.model(*parts.values()) if self._kind is tuple else self.model(inputs)
+            outputs = self.model(*parts) if self._kind is tuple else self.model(parts)
         return _convert_outputs(outputs)
+
+
+def _open(nest: Any) -> Any:
+    """Return a traced nest as a nest of traced tensors, which the model's code may change as it may its own."""
+    if type(nest) is not TracedTensor or not isinstance(nest.value, dict | tuple | list):
+        return nest
+    if isinstance(nest.value, dict):
+        return {key: _open(operator.getitem(nest, key)) for key in nest.value}
+    kind = type(nest.value)
+    parts = [_open(operator.getitem(nest, position)) for position in range(len(nest.value))]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def _convert_outputs(outputs: Any) -> Any:
@@ -371,7 +382,9 @@ class Tracer(fx.Tracer):
         self.changed[traced.node] = changed
         if changed & self._weights:
             raise Undecided("changes a parameter in place, of which several layers may have copies")
-        return traced if has_tensors else found
+        if not has_tensors:
+            return found
+        return _open(traced) if type(value) in (dict, list) and kind != "placeholder" else traced
 
     def show(self, node: fx.Node, found: Any) -> Any:
         """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
