@@ -266,6 +266,38 @@ def test_code_that_reads_no_size_but_the_number_of_examples_takes_any_other(read
         assert torch.equal(layers(tokens), model(tokens))
 
 
+class Flat(nn.Module):
+    """Makes one row of each word, and may keep something of each text beside them."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.first, self.keeps = nn.Embedding(9, 4), keeps
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kept = self.first(tokens)
+        x = kept.flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        x = x.view(len(tokens), -1, 4)
+        return (x * kept if self.keeps else x).mean(1)
+
+
+def test_sizes_are_fixed_where_only_a_multiple_of_it_tells_the_number_of_examples() -> None:
+    tokens = torch.arange(5 * 16).reshape(5, 16) % 9
+    for keeps in (False, True):
+        model = Flat(keeps=keeps)
+        layers = gpipe.as_layers(model, tokens[:2, :8])
+        assert len(layers) > 2 and torch.equal(layers(tokens[:, :8]), model(tokens[:, :8]))
+        if keeps:
+            assert torch.equal(layers(tokens), model(tokens))
+            continue
+        with pytest.raises(
+            ValueError, match=r"has the sizes 5, 16, but the example had any number, 8, and the model's"
+        ):
+            layers(tokens)
+
+
 def test_a_transformer_of_torch_takes_texts_of_any_length() -> None:
     torch.manual_seed(0)
     model, x = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval(), torch.zeros(2, 5, 8)

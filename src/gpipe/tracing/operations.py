@@ -72,6 +72,12 @@ class Operations:
         """Return whether a tensor has the examples in a dimension."""
         return find_examples([values[node] for values in self.values]) is not None
 
+    def counts_rows(self, begin: int, end: int) -> bool:
+        """Return whether the operations between two cuts know the number of examples only from a multiple of it."""
+        found = (find_examples([values[node] for values in self.values]) for node in self.find_alive(begin))
+        needs = any(map(self.needs_batch_size, self.nodes[begin:end]))
+        return needs and all(one is None or one[1] != 1 for one in found)
+
     def constant(self, name: str) -> Constant | Numbering | None:
         """Return a tensor that the code made from no input."""
         return self._constants.get(name)

@@ -194,11 +194,15 @@ class _Copy:
         return self._graph.call_function(operator.add, (scaled, number.offset)) if number.offset else scaled
 
     def _find_batch(self) -> fx.Node:
+        rows: list[tuple[int, int, fx.Node]] = []
         for tensor, values in self._tensors():
             if (found := find_examples(values)) is not None:
-                size = self._graph.call_method("size", (tensor, found[0]))
-                return size if found[1] == 1 else self._graph.call_function(operator.floordiv, (size, found[1]))
-        raise AssertionError("the number of examples is needed where no tensor tells it")
+                rows.append((found[1], found[0], tensor))
+            if found is not None and found[1] == 1:
+                break
+        factor, dimension, tensor = min(rows, key=operator.itemgetter(0))
+        size = self._graph.call_method("size", (tensor, dimension))
+        return size if factor == 1 else self._graph.call_function(operator.floordiv, (size, factor))
 
     def _own_device(self) -> fx.Node:
         if self._device is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,6 +154,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     ]
     operations = Operations(model, graphs[0], arguments, constants, values)
     cuts = choose_cuts(operations, tracers[0].flops, tracers[0].changed)
+    if any(operations.counts_rows(begin, end) for begin, end in pairwise([*cuts, len(operations.nodes)])):
+        form = find_form(example, 0)  # with other sizes, such as the length of a text, it would be another multiple
     layers = TracedLayers(list(build_segments(operations, cuts, form)), model, traces[0][2])
     layers.training = model.training
     return layers
