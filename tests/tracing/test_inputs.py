@@ -377,6 +377,35 @@ class Convolves(nn.Module):
         return self.last(x / x.shape[self.dimension])
 
 
+class Encoder(nn.Module):
+    """Returns as many steps as the longest text has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+class Translates(Parts):
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.encoder, self.compute = Encoder(), compute
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.b(self.compute(self.encoder(self.a(x), lengths)))
+
+
+def test_a_size_that_depends_on_values_must_not_be_read() -> None:
+    x, lengths = torch.randn(5, 7, 4), torch.tensor([3, 2, 6, 1, 5])
+    model = Translates(lambda x: x.sum(1) / x.shape[0])
+    assert torch.equal(gpipe.as_layers(model, (x[:2], lengths[:2]))((x, lengths)), model(x, lengths))
+    with pytest.raises(TracingError, match="reads a size of what a submodule returns, which depends on values; name "):
+        gpipe.as_layers(Translates(lambda x: x + torch.arange(x.shape[1])[:, None]), (x, lengths))
+
+
 def test_images_may_have_any_size_where_code_reads_only_their_number_of_channels() -> None:
     model = Convolves(1)
     layers = gpipe.as_layers(model, torch.zeros(2, 3, 32, 32))

@@ -142,6 +142,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         graphs, tracers = [graph for graph, _, _ in traces], [tracer for _, tracer, _ in traces]
         arguments, constants = find_of_batch(graphs, tracers)
         _refuse_decision(model, example, whole, graphs[0], tracers[0], odd)
+        _refuse_sizes(model, example, whole, graphs[0], tracers[0], odd)
         form = find_form(example, 0, _find_read(model, example, whole, graphs[0], tracers, odd))
     finally:
         for module, mode in modes.items():
@@ -199,6 +200,27 @@ def _refuse_decision(
     other, other_tracer, _ = trace(model, example, whole, BATCHES[0], training=False, odd=odd)
     if not are_equal(graph, other, (tracer, other_tracer)):
         raise explain(model, tracer.decision, "decides by self.training")
+
+
+def _refuse_sizes(
+    model: nn.Module,
+    example: Any,
+    whole: Collection[Any],
+    graph: fx.Graph,
+    tracer: Tracer,
+    odd: Collection[nn.Module],
+) -> None:
+    """Refuse a model whose code reads a size that depends on values, such as the length of the longest text."""
+    if not tracer.has_run:
+        return
+    try:
+        other, other_tracer, found = trace(model, example, whole, BATCHES[0], odd=odd, number=2)
+    except TracingError:
+        return  # such as for an index beyond a table
+    if found != whole:
+        return
+    if other_tracer.sizes_read() != tracer.sizes_read() or not are_equal(graph, other, (tracer, other_tracer)):
+        raise explain(model, [], "reads a size of what a submodule returns, which depends on values")
 
 
 def _find_read(

@@ -113,6 +113,7 @@ class Tracer(fx.Tracer):
         training: the mode that the model's own code sees.
         odd: submodules in another mode than the model; they are one operation each if they read it.
         sizes: replacements for some of the example's sizes.
+        number: what tensors are filled with for a submodule that runs for real; False instead of 2.
 
     Attributes:
         values: of each node, without data.
@@ -122,6 +123,7 @@ class Tracer(fx.Tracer):
         sizes: the sizes of tensors that the code read, in order.
         places: where in the model's code each node is made, except for torch's own models.
         decision: where the model's own code first decided by the mode; None if it did not.
+        has_run: whether a submodule has run for real.
     """
 
     def __init__(
@@ -132,11 +134,13 @@ class Tracer(fx.Tracer):
         training: bool = True,
         odd: Collection[nn.Module] = (),
         sizes: Mapping[int, int] | None = None,
+        number: int = 1,
     ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
         self._whole, self._batch, self._training, self._odd, self._others = whole, batch, training, odd, sizes or {}
         self.decision: traceback.StackSummary | None = None
+        self.has_run, self._number = False, number
         self._fake = QuickFakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[fx.Node, Any] = {}
         self.flops: dict[fx.Node, int] = {}
@@ -463,13 +467,17 @@ class Tracer(fx.Tracer):
         return target(*args, **kwargs)
 
     def _run_for_real(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a copy of a submodule on ones, to find the shapes of its outputs."""
+        """Run a copy of a submodule on equal numbers, to find the shapes of its outputs."""
+        self.has_run = True
 
-        def ones(leaf: Any) -> Any:
-            return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tensor) else leaf
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            number = self._number == 1 if leaf.dtype is torch.bool else self._number
+            return torch.full(leaf.shape, number, dtype=leaf.dtype, device=leaf.device)
 
         with unset_fake_temporarily(), preserved_generators([]):
-            args, kwargs = tree_map(ones, (args, kwargs))
+            args, kwargs = tree_map(fill, (args, kwargs))
             with torch.enable_grad():  # the code may ask for gradients
                 found = copy.deepcopy(module).forward(*args, **kwargs)
             found = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
