@@ -239,6 +239,15 @@ class OddNames(nn.Module):
         return {"version": 1}
 
 
+def test_parts_of_a_model_may_have_any_name() -> None:
+    names = "graph", "code", "meta", "_code", "_names", "_run", "payload"
+    model, x = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names)), torch.randn(5, 4)
+    model.meta.register_buffer("graph", torch.ones(4))
+    layers = gpipe.as_layers(model, x[:2])
+    for one in (layers, copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+        assert len(one) > 1 and torch.equal(one(x), model(x))
+
+
 def test_names_of_a_model_are_its_own_whatever_layers_add() -> None:
     model, x = OddNames(), torch.randn(5, 3)
     layers = gpipe.as_layers(model, x[:2])

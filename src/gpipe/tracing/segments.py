@@ -22,7 +22,8 @@ from gpipe.tracing.operations import Operations, find_examples
 class Segment(nn.Module):
     """A layer: the operations between two cuts, as a Python function, and what they use.
 
-    Unlike those of a GraphModule, its copies have all tensors in the same order, and save the same ones.
+    Unlike those of a GraphModule, its copies have all tensors in the same order, and save the same ones. Its own
+    attributes have names that no model uses.
 
     Args:
         attributes: submodules, parameters and buffers, by their names in the graph.
@@ -32,37 +33,48 @@ class Segment(nn.Module):
 
     def __init__(self, attributes: dict[str, Any], temporary: Collection[str], graph: fx.Graph) -> None:
         super().__init__()
-        made = fx.GraphModule(attributes, graph)
-        for name in temporary:
-            parent, _, own = name.rpartition(".")
-            made.get_submodule(parent)._non_persistent_buffers_set.add(own)
-        self.__dict__.update({name: made.__dict__[name] for name in _HELD})
+        for name, value in attributes.items():
+            _hold(self, name, value, is_saved=name not in temporary)
         code = graph.python_code("self")
-        self._code = code.src
-        self._imports = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
-        self._names = {name: value for name, value in code.globals.items() if name not in self._imports}
+        imports = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
+        names = {name: value for name, value in code.globals.items() if name not in imports}
+        self._gpipe_source = code.src, imports, names
         self._compile()
 
     def forward(self, payload: Any) -> Any:
         """Run the operations."""
-        return self._run(self, payload)
+        return self._gpipe_run(self, payload)
 
     def _compile(self) -> None:
-        names = {name: import_module(module) for name, module in self._imports.items()} | self._names
-        place = f"<layer {sha256(self._code.encode()).hexdigest()[:16]}>"
-        linecache.cache[place] = len(self._code), None, self._code.splitlines(keepends=True), place  # for tracebacks
-        exec(compile(self._code, place, "exec"), names)  # noqa: S102 - fx writes it
-        self._run: Callable[[Segment, Any], Any] = names["forward"]
+        code, imports, others = self._gpipe_source
+        names = {name: import_module(module) for name, module in imports.items()} | others
+        place = f"<layer {sha256(code.encode()).hexdigest()[:16]}>"
+        linecache.cache[place] = len(code), None, code.splitlines(keepends=True), place  # for tracebacks
+        exec(compile(code, place, "exec"), names)  # noqa: S102 - fx writes it
+        self._gpipe_run: Callable[[Segment, Any], Any] = names["forward"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+        return {name: value for name, value in self.__dict__.items() if name != "_gpipe_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._compile()
 
 
-_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+def _hold(module: nn.Module, name: str, value: Any, *, is_saved: bool) -> None:
+    """Give a module a submodule, parameter or buffer under a name such as "blocks.0.weight"."""
+    *parents, own = name.split(".")
+    for parent in parents:
+        if parent not in module._modules:
+            module._modules[parent] = nn.Module()
+        module = module.get_submodule(parent)
+    if isinstance(value, nn.Module):
+        module._modules[own] = value
+    elif isinstance(value, nn.Parameter):
+        module._parameters[own] = value
+    elif own not in module._buffers:
+        module._buffers[own] = value
+        module._non_persistent_buffers_set.update(() if is_saved else (own,))
 
 
 def build_segments(operations: Operations, cuts: Sequence[int], form: Form) -> Iterator[Segment]:
@@ -140,12 +152,10 @@ class _Copy:
         if isinstance(constant, Numbering):
             self._made[node] = self._number_examples(constant)
             return self._made[node]
-        if name == "training":
-            self.attributes[name] = True
-        elif constant is not None:
+        if constant is not None:
             self.attributes[name] = constant.tensor
             self.temporary.append(name)
-        else:
+        elif name != "training":
             self.attributes[name], is_temporary = self._operations.attribute(name)
             if is_temporary:
                 self.temporary.append(name)
