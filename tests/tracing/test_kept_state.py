@@ -143,6 +143,33 @@ def test_a_tensor_that_a_submodule_of_one_operation_left_in_an_attribute_is_no_c
         gpipe.as_layers(Looks(), x)
 
 
+class Registers(nn.Module):
+    """Makes a table or a weight in its first forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "buffer" and not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(3), persistent=False)
+        if self.what == "parameter" and not hasattr(self, "table"):
+            self.table = nn.Parameter(torch.ones(3))
+        return x * self.table
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter"])
+def test_a_submodule_that_registers_a_tensor_while_it_runs_is_one_operation(what: str) -> None:
+    with pytest.raises(
+        TracingError, match=r"stores a tensor in its attribute or buffer table, which a layer would not"
+    ):
+        gpipe.as_layers(Registers(what), torch.zeros(2, 3))
+    model, x = nn.Sequential(nn.Linear(3, 3), Registers(what)), torch.randn(5, 3)
+    layers = gpipe.as_layers(model, x[:2])
+    assert layers.leaves == ["Registers"] and not hasattr(model[1], "table")
+    assert torch.equal(layers(x), model(x)) and hasattr(model[1], "table")
+
+
 class Held(nn.Module):
     """Two layers, and something that it only holds."""
 

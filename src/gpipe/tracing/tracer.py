@@ -235,7 +235,7 @@ class Tracer(fx.Tracer):
         name = self.path_of_module(m)
         self._current.append(name)
         is_whole = self.is_leaf_module(m, name)
-        generators, buffers = HostGenerators(), dict(m._buffers)
+        generators, before = HostGenerators(), _own_tensors(m)
         try:
             if is_whole and any(map(_has_others, m.modules())):
                 raise Undecided("runs a submodule on weights other than its own; call functional_call in a submodule")
@@ -246,7 +246,7 @@ class Tracer(fx.Tracer):
                 raise self._raised
             if not is_whole:
                 self._recorded.add(m)
-                self._refuse_kept(m, buffers, lambda: forward(*args, **kwargs))
+                self._refuse_kept(m, before, lambda: forward(*args, **kwargs))
             if generators.find_drawn() is not None:
                 place = None
                 if name == "model":
@@ -268,10 +268,10 @@ class Tracer(fx.Tracer):
             self._current.pop()
         return found
 
-    def _refuse_kept(self, m: nn.Module, buffers: Mapping[str, Any], run: Callable[[], Any]) -> None:
+    def _refuse_kept(self, m: nn.Module, before: Mapping[str, Any], run: Callable[[], Any]) -> None:
         """Refuse code that leaves what it computed in a buffer, or in an attribute once the whole model has run."""
         is_model = self._current[-1] == "model"
-        owner, kept, place = m, _find_replaced(m, buffers), None
+        owner, kept, place = m, _find_replaced(m, before), None
         if kept is None and is_model:
             owner, kept = self._find_kept(m)
         if kept is None:
@@ -279,8 +279,8 @@ class Tracer(fx.Tracer):
         if owner is not m and owner in self._recorded:
             raise Whole(owner)
         if is_model:
-            before = {id(leaf): leaf for leaf in _leaves_of(owner, kept)}
-            place = find_line(m, run, lambda: any(id(leaf) not in before for leaf in _leaves_of(owner, kept)))
+            known = {id(leaf): leaf for leaf in _leaves_of(owner, kept)}
+            place = find_line(m, run, lambda: any(id(leaf) not in known for leaf in _leaves_of(owner, kept)))
         raise Undecided(f"stores a tensor in its attribute or buffer {kept}, which a layer would not do", place)
 
     def _find_kept(self, model: nn.Module) -> tuple[nn.Module, str | None]:
@@ -503,12 +503,17 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _find_replaced(module: nn.Module, buffers: Mapping[str, Any]) -> str | None:
-    """Return the name of a module's buffer that code has replaced; None if there is none."""
-    for name, buffer in buffers.items():
-        if _is_changed_in_place(module._buffers.get(name), name):
-            module._buffers[name] = buffer
-    return next((name for name, buffer in buffers.items() if module._buffers.get(name) is not buffer), None)
+def _own_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return a module's buffers and parameters by name."""
+    return {**module._buffers, **module._parameters}
+
+
+def _find_replaced(module: nn.Module, before: Mapping[str, Any]) -> str | None:
+    """Return the name of a buffer or parameter that code has replaced or registered; None if there is none."""
+    for name, own in before.items():
+        if _is_changed_in_place(_own_tensors(module).get(name), name):
+            module._buffers[name] = own
+    return next((name for name, own in _own_tensors(module).items() if own is not before.get(name)), None)
 
 
 def _leaves_of(module: nn.Module, name: str) -> list[Any]:
