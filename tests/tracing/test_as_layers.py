@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from tests.tracing.models import MODELS, build, call, images, tensors_of, two_inputs
+from tests.tracing.models import MODELS, Parts, build, call, images, tensors_of, two_inputs
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -166,6 +166,47 @@ def test_no_cut_lies_between_two_uses_of_a_batch_norm() -> None:
         assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
     # One update on both inputs, where the plain layer makes two.
     assert int(model.encode[1].num_batches_tracked) == 1
+
+
+class Counts(Parts):
+    """Counts its forwards, or what a submodule of one operation sees, and uses that more than once."""
+
+    def __init__(self, *, itself: bool) -> None:
+        super().__init__()
+        self.itself, self.average, self.d = itself, Average(), nn.Linear(4, 4)
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.itself:
+            self.number += 1
+            x = self.b(x) * self.number.clone()
+            return self.d(self.c(x + self.number.clone()))
+        return self.d(self.c(self.average(self.b(self.average(x)))))
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.value[0] += x.mean(0)
+        return x - self.value.sum(0)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_no_cut_lies_between_two_uses_of_a_buffer_that_changes(*, itself: bool) -> None:
+    model, x = Counts(itself=itself), torch.randn(6, 4)
+    plain, layers = copy.deepcopy(model), gpipe.as_layers(model, x)
+    pipeline = gpipe.Pipeline(layers, lambda x, _: x.square().mean(), [1, len(layers) - 1], 1)
+    pipeline.train_step((x, torch.zeros(6)))
+    plain(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import accumulate
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from gpipe.tracing.operations import Operations
 from gpipe.tracing.tracer import storage_of
@@ -19,14 +19,14 @@ def choose_cuts(operations: Operations, flops: Mapping[fx.Node, int], changed: M
     """Return the positions among the operations at which layers begin, except the first.
 
     A piece is cut in two where the fewest bytes are alive; among places with about as few, where the fewest tensors
-    are, then nearest the middle of its FLOPs. No cut lies between two uses of a batch norm: its moving averages belong
-    to one layer.
+    are, then nearest the middle of its FLOPs. No cut lies between two uses of a batch norm, or of a buffer that the
+    model's code changes: it belongs to one layer.
     """
     nodes = operations.nodes
-    uses: dict[nn.Module, list[int]] = {}
-    for position, node in enumerate(nodes):
-        for norm in operations.batch_norms(node):
-            uses.setdefault(norm, []).append(position)
+    uses: dict[Hashable, list[int]] = {}
+    for position, node in enumerate([*nodes, operations.output]):
+        for state in operations.states(node):
+            uses.setdefault(state, []).append(position)
     together = {cut for positions in uses.values() for cut in range(positions[0] + 1, positions[-1] + 1)}
     work = [0, *accumulate(flops.get(node, 0) + 1 for node in nodes)]
     total = work[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,6 +21,7 @@ class Operations:
         arguments: what each operation and the output take, with numbers that depend on the number of examples.
         constants: tensors that the model's code made from no input, by name.
         values: each node's value, without data, for each number of examples.
+        moving: the identities of the model's buffers that its code changes.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class Operations:
         arguments: Mapping[fx.Node, FreeArguments],
         constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
+        moving: Collection[int],
     ) -> None:
         self.model, self.arguments, self.values = model, arguments, values
-        self._constants = constants
+        self._constants, self._moving = constants, moving
         self.nodes = [node for node in graph.nodes if node.op.startswith("call_")]
         (self.inputs,) = (node for node in graph.nodes if node.op == "placeholder")
         (self.output,) = (node for node in graph.nodes if node.op == "output")
@@ -46,12 +48,16 @@ class Operations:
         """Return the value of a node, without data."""
         return self.values[0][node]
 
-    def batch_norms(self, node: fx.Node) -> list[nn.Module]:
-        """Return the batch norms that an operation runs."""
-        if node.op != "call_module":
-            return []
-        module = self.model.get_submodule(str(node.target).removeprefix("model."))
-        return [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+    def states(self, node: fx.Node) -> list[Hashable]:
+        """Return what an operation uses that one layer must have: batch norms, and buffers that the code changes."""
+        names = [str(used.target).removeprefix("model.") for used in node.all_input_nodes if used.op == "get_attr"]
+        used = [self.attribute(name)[0] for name in names if self.constant(name) is None and name != "training"]
+        norms: list[Hashable] = []
+        if node.op == "call_module":
+            module = self.model.get_submodule(str(node.target).removeprefix("model."))
+            norms += [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+            used += module.buffers()
+        return norms + [id(own) for own in used if id(own) in self._moving]
 
     def find_alive(self, cut: int) -> list[fx.Node]:
         """Return the nodes before a cut that operations after it need."""

@@ -153,7 +153,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     values = [
         dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
     ]
-    operations = Operations(model, graphs[0], arguments, constants, values)
+    operations = Operations(model, graphs[0], arguments, constants, values, tracers[0].moving)
     cuts = choose_cuts(operations, tracers[0].flops, tracers[0].changed)
     if any(operations.counts_rows(begin, end) for begin, end in pairwise([*cuts, len(operations.nodes)])):
         form = find_form(example, 0)  # with other sizes, such as the length of a text, it would be another multiple

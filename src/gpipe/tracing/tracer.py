@@ -119,6 +119,7 @@ class Tracer(fx.Tracer):
         values: of each node, without data.
         flops: of each node.
         changed: the storages that each node changes in place.
+        moving: the identities of the model's buffers that its code changes.
         constants: tensors that the code made from no input, by the name of their node's target.
         sizes: the sizes of tensors that the code read, in order.
         places: where in the model's code each node is made, except for torch's own models.
@@ -145,6 +146,7 @@ class Tracer(fx.Tracer):
         self.values: dict[fx.Node, Any] = {}
         self.flops: dict[fx.Node, int] = {}
         self.changed: dict[fx.Node, set[int]] = {}
+        self.moving: set[int] = set()
         self.constants: dict[str, Tensor] = {}
         self.sizes: list[int | TracedShape] = []
         self.places: dict[fx.Node, traceback.FrameSummary] = {}
@@ -167,7 +169,14 @@ class Tracer(fx.Tracer):
         self._current: list[str] = []
         patches = watch_training(self), undo_changes(model), refuse_unsupported(self)
         with patches[0], patches[1], patches[2], without_compiling(), torch.enable_grad(), preserved_generators([]):
-            return self.trace(_Call(model, example))
+            buffers = [(m, name, own) for m in model.modules() for name, own in m._buffers.items() if own is not None]
+            seen = [(own, own._version) for _, _, real in buffers for own in (real, self._fake.from_tensor(real))]
+            graph = self.trace(_Call(model, example))
+            for place, (m, name, own) in enumerate(buffers):
+                versions = seen[2 * place : 2 * place + 2]
+                if m._buffers.get(name) is not own or any(one._version != version for one, version in versions):
+                    self.moving.add(id(own))
+            return graph
 
     def _describe(self, leaf: Any) -> Tensor | None:
         """Return a tensor of the example with this tracer's number of examples, without data."""
