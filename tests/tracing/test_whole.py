@@ -239,6 +239,26 @@ def test_a_compiled_model_is_refused_and_a_compiled_submodule_is_one_operation()
     assert kinds.count("OptimizedModule") == 1
 
 
+def test_a_submodule_that_calls_a_compiled_function_is_one_operation() -> None:
+    calls = []
+
+    @torch.compile(backend="eager")
+    def double(x: Tensor) -> Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return x * 2
+
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return double(x)
+
+    model, x = Around(Doubling()), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x)
+    calls.clear()
+    with torch.no_grad():
+        assert layers.leaves == ["Doubling"] and torch.equal(layers(x), model(x))
+    assert calls and all(calls)
+
+
 @pytest.mark.parametrize("leaf", ["0", Decides])
 def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
     model = nn.Sequential(Decides("numbers"), nn.Linear(3, 3))
@@ -310,6 +330,19 @@ class Around(Parts):
         return self.c(self.inner(self.b(self.a(x))))
 
 
+class Chosen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            heads = x.view(len(x), 1, 1, 4).expand(-1, -1, 3, -1)
+            return F.scaled_dot_product_attention(heads, heads * 2, heads)[:, 0, 0]
+
+
+class Seeded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return x + torch.rand_like(x)
+
+
 def hooked() -> Around:
     model = Around(Reversal())
     model.inner.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
@@ -320,6 +353,8 @@ WHOLE: dict[str, Callable[[], Parts]] = {
     "own backward": lambda: Around(Reversal()),
     "without gradient": WithoutGradient,
     "own precision": lambda: Around(Converting()),
+    "own kernel": lambda: Around(Chosen()),
+    "own random numbers": lambda: Around(Seeded()),
     "frozen": lambda: Around(Frozen().eval()),
     "hooked": hooked,
 }

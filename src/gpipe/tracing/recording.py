@@ -55,6 +55,9 @@ _CONTEXT_QUERIES = (
 )
 """Functions of torch that tell in which contexts code runs: a pipeline's contexts are not those of the recording."""
 
+_SEEDS = (torch, "manual_seed"), (torch, "set_rng_state"), (torch.random, "manual_seed"), (torch.random, "fork_rng")
+"""Functions that change the generator, whose numbers layers draw when they run."""
+
 _LISTS = "parameters", "named_parameters", "buffers", "named_buffers"
 """Methods of modules by which code reaches tensors other than by name."""
 
@@ -65,14 +68,14 @@ _CONVERSIONS = "tensor", "as_tensor", "asarray"
 def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return functions that handle traced values, each with the owner and name of torch's function that it replaces."""
 
-    def ask(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            # Torch's own code asks too, to choose between ways to compute the same.
+    def refuse(name: str, function: Callable[..., Any], why: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            # Torch's own code calls them too, such as to choose between ways to compute the same.
             if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise tracer.note(Undecided(f"calls torch.{name}, which depends on how the model is run"))
+                raise tracer.note(Undecided(f"calls torch.{name}, which {why}"))
             return function(*args, **kwargs)
 
-        return asked
+        return refused
 
     def convert(function: Callable[..., Any]) -> Callable[..., Any]:
         def converted(*args: Any, **kwargs: Any) -> Any:
@@ -99,11 +102,24 @@ def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any
         return listed
 
     return [
-        *((torch, name, ask(name, getattr(torch, name))) for name in _CONTEXT_QUERIES),
+        *(
+            (torch, name, refuse(name, getattr(torch, name), "depends on how the model is run"))
+            for name in _CONTEXT_QUERIES
+        ),
+        *((owner, name, refuse(name, getattr(owner, name), "its layers would not do")) for owner, name in _SEEDS),
         *((torch, name, convert(getattr(torch, name))) for name in _CONVERSIONS),
         *((nn.Module, name, list_traced(getattr(nn.Module, name))) for name in _LISTS),
         (torch, "is_tensor", is_tensor),
     ]
+
+
+def read_settings() -> tuple[Any, ...]:
+    """Return settings of torch by which it chooses how to compute, and that the model's code may change."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    convolution = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    return attention, cuda.cudnn_sdp_enabled(), convolution, precision
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from gpipe.tracing.recording import (
     find_containers,
     find_line,
     items_of,
+    read_settings,
     refuse_unsupported,
     undo_changes,
     watch_training,
@@ -167,8 +168,9 @@ class Tracer(fx.Tracer):
         with self._fake:
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
+        self._settings = read_settings()
         patches = watch_training(self), undo_changes(model), refuse_unsupported(self)
-        with patches[0], patches[1], patches[2], without_compiling(), torch.enable_grad(), preserved_generators([]):
+        with patches[0], patches[1], patches[2], torch.enable_grad(), preserved_generators([]):
             buffers = [(m, name, own) for m in model.modules() for name, own in m._buffers.items() if own is not None]
             seen = [(own, own._version) for _, _, real in buffers for own in (real, self._fake.from_tensor(real))]
             graph = self.trace(_Call(model, example))
@@ -362,10 +364,13 @@ class Tracer(fx.Tracer):
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
+        if read_settings() != self._settings:
+            raise Undecided("computes in a context such as sdpa_kernel, which its layers would not enter")
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
         try:
-            with self._fake, torch.no_grad(), FlopCounter() as counter:
+            compiling = without_compiling() if kind == "call_module" else NOTHING
+            with compiling, self._fake, torch.no_grad(), FlopCounter() as counter:
                 value = self._run(kind, target, *bare)
         finally:
             self._is_running = False
