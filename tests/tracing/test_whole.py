@@ -404,3 +404,10 @@ def test_a_submodule_with_a_hook_is_one_operation_and_its_hook_is_called() -> No
     seen.clear()
     layers(torch.ones(2, 4))
     assert len(seen) == 1 and type(seen[0]) is Tensor
+
+
+def test_hooks_may_change_what_a_submodule_takes_and_returns() -> None:
+    model, x = nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 3)), torch.randn(5, 6)
+    model[0].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :4],))
+    model[0].register_forward_hook(lambda _, __, outputs: outputs[0])
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))

@@ -472,8 +472,11 @@ class Tracer(fx.Tracer):
             return value
         if kind == "call_module":
             module = self.root.get_submodule(target)
+            # Hooks may change what it takes and returns. Those of lazy modules make weights, which must have data.
+            has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+            run = module if has_hooks and not any(map(is_lazy, module.parameters())) else module.forward
             try:
-                return module.forward(*args, **kwargs)
+                return run(*args, **kwargs)
             except Exception:  # noqa: BLE001 - such as a decision by values, which a named submodule may make
                 return self._run_for_real(module, args, kwargs)
         if kind == "call_method":
