@@ -96,6 +96,21 @@ def test_layers_share_the_models_parameters_and_leave_its_mode_alone() -> None:
     assert not layers.training and {name: module.training for name, module in model.named_modules()} == modes
 
 
+class Merging(nn.Linear):
+    """Adds an update to its weight for evaluation, as LoRA does."""
+
+    def train(self, mode: bool = True) -> Merging:
+        self.weight.data += (int(self.training) - int(mode)) * 0.1
+        return super().train(mode)
+
+
+def test_a_model_whose_modes_do_something_is_as_before() -> None:
+    model = nn.Sequential(Merging(4, 4), nn.Linear(4, 4)).eval()
+    before = copy.deepcopy(model)
+    layers, x = gpipe.as_layers(model, torch.randn(2, 4)), torch.randn(5, 4)
+    assert torch.equal(model[0].weight, before[0].weight) and torch.equal(layers(x), before(x))
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))], ids=["copy", "pickle"]
 )

@@ -129,7 +129,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     modes = {module: module.training for module in model.modules()}
     odd = {module for module, mode in modes.items() if mode != model.training}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch really computes with small ones
-    model.train()
+    for module in modes:
+        module.training = True  # not `model.train()`, which may do more, such as take merged weights apart
     try:
         whole: set[Any] = set(leaves)
         while True:
