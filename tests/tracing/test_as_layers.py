@@ -311,3 +311,4 @@ def test_names_of_a_model_are_its_own_whatever_layers_add() -> None:
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     found = layers.model_state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    layers.load_model_state_dict(model.state_dict())

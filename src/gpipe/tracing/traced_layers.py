@@ -69,6 +69,7 @@ class TracedLayers(nn.Sequential):
         Raises:
             ValueError: a name is missing or unknown, or a tensor has another shape.
         """
+        state = {name: part for name, part in state.items() if isinstance(part, Tensor)}
         own = dict(_named_tensors(self))
         targets = {name: own[place] for name, place in self.names.items()}
         if different := sorted(targets.keys() ^ state.keys()):
