@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ class Keeps(nn.Module):
         (set(), lambda self, x: self.kept.add(x)),
         ({"x": []}, lambda self, x: self.kept["x"].append(x)),
         (None, lambda self, x: setattr(self, "kept", (x, x))),
+        (SimpleNamespace(), lambda self, x: setattr(self.kept, "loss", x)),
+        (SimpleNamespace(losses=[]), lambda self, x: self.kept.losses.append(x)),
     ],
 )
 def test_what_keeps_what_it_computed_in_a_nest_is_one_operation_or_refused(

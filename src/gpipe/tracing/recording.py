@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from itertools import chain
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,15 +219,22 @@ def items_of(container: Any) -> Collection[Any]:
 
 
 def find_containers(values: Iterable[Any]) -> Collection[Any]:
-    """Return the dicts, lists, tuples, sets and deques among the values, including nested ones."""
+    """Return the dicts, lists, tuples, sets and deques among the values, including nested ones and those of objects."""
     found: dict[int, Any] = {}
-    left = [value for value in values if isinstance(value, _CONTAINERS)]
+    left = [vars(value) if _is_object(value) else value for value in values]
     while left:
         value = left.pop()
-        if id(value) not in found:
+        if isinstance(value, _CONTAINERS) and id(value) not in found:
             found[id(value)] = value
-            left += [item for item in items_of(value) if isinstance(item, _CONTAINERS)]
+            left += items_of(value)
     return found.values()
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object of the model's own, such as one that collects losses."""
+    kind = type(value)
+    has_attributes = hasattr(value, "__dict__") and not isinstance(value, (ModuleType, Tensor, *_CONTAINERS))
+    return has_attributes and not callable(value) and not kind.__module__.startswith("torch")
 
 
 def _snapshot(container: Any) -> list[Any]:
