@@ -317,6 +317,21 @@ def test_an_example_of_something_else_than_tensors_is_refused_whole(part: Any, s
         gpipe.as_layers(nn.Linear(3, 3), (torch.zeros(2, 3), part))
 
 
+def test_a_tensor_without_a_dimension_for_the_examples_is_refused_unless_it_is_replicated() -> None:
+    class Tempered(Parts):
+        def forward(self, x: Tensor, temperature: Tensor) -> Tensor:
+            return self.b(self.a(x) / temperature)
+
+    model, inputs = Tempered(), (torch.randn(5, 4), torch.tensor(2.0))
+    message = (
+        r"the example has a tensor of shape \(\), without a dimension 0 for the examples; mark it with gpipe.replicated"
+    )
+    with pytest.raises(TracingError, match=f"^{message}"):
+        gpipe.as_layers(model, inputs)
+    layers = gpipe.as_layers(model, (inputs[0], gpipe.replicated(inputs[1])))
+    assert torch.equal(layers(inputs), model(*inputs))
+
+
 class Attending(nn.Module):
     """Attends under a mask that belongs to no example, along the first dimension; the examples are the second one."""
 

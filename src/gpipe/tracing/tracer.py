@@ -194,6 +194,11 @@ class Tracer(fx.Tracer):
             )
         given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
         shape = [self._others.get(size, size) for size in given.tensor.shape]
+        if given.dimension is not None and given.dimension >= len(shape):
+            raise TracingError(
+                f"the example has a tensor of shape {(*shape,)}, without a dimension {given.dimension} for the "
+                "examples; mark it with gpipe.replicated if it belongs to no example"
+            )
         if given.dimension is not None:
             shape[given.dimension] = self._batch
         return torch.empty(shape, dtype=given.tensor.dtype, device=self._device or given.tensor.device)
