@@ -275,6 +275,13 @@ def test_a_tensor_that_code_makes_and_changes_between_uses_has_its_values_at_eac
     assert torch.equal(gpipe.as_layers(model, x[:2])(x), model(x))
 
 
+def test_a_tensor_that_code_makes_keeps_its_type_where_layers_are_converted() -> None:
+    model, x = Running(lambda self, x: self.b(x) * torch.tensor(0.1)), torch.randn(5, 4, dtype=torch.bfloat16)
+    layers = gpipe.as_layers(copy.deepcopy(model), x[:2].float()).to(torch.bfloat16)
+    for one in (layers, copy.deepcopy(layers)):
+        assert torch.equal(one(x), model.to(torch.bfloat16)(x))
+
+
 @pytest.mark.parametrize("how", ["submodule", "function"])
 def test_a_tensor_that_code_makes_and_lets_another_fill_is_refused(how: str) -> None:
     with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):

@@ -28,11 +28,15 @@ class Segment(nn.Module):
     Args:
         attributes: submodules, parameters and buffers, by their names in the graph.
         temporary: the names of the buffers that are not saved.
+        constants: the names of those that the model's code made.
         graph: the operations, on one payload.
     """
 
-    def __init__(self, attributes: dict[str, Any], temporary: Collection[str], graph: fx.Graph) -> None:
+    def __init__(
+        self, attributes: dict[str, Any], temporary: Collection[str], constants: Collection[str], graph: fx.Graph
+    ) -> None:
         super().__init__()
+        self._gpipe_constants = constants
         for name, value in attributes.items():
             _hold(self, name, value, is_saved=name not in temporary)
         code = graph.python_code("self")
@@ -44,6 +48,15 @@ class Segment(nn.Module):
     def forward(self, payload: Any) -> Any:
         """Run the operations."""
         return self._gpipe_run(self, payload)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Segment:
+        constants = {name: self.get_buffer(name) for name in self._gpipe_constants}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in constants.items():
+            moved = self.get_buffer(name)
+            if moved.dtype is not value.dtype:  # as to(torch.bfloat16) does, which leaves the model's code as it is
+                self._buffers[name] = value.to(moved.device)
+        return self
 
     def _compile(self) -> None:
         code, imports, others = self._gpipe_source
@@ -104,7 +117,7 @@ def _build_segment(operations: Operations, begin: int, end: int, form: Form) -> 
     else:
         left = [made[node] if node in made else copy.attribute(node) for node in operations.find_alive(end)]
         graph.output(left[0] if len(left) == 1 else tuple(left))
-    layer = Segment(copy.attributes, copy.temporary, graph)
+    layer = Segment(copy.attributes, copy.temporary, copy.constants, graph)
     layer.training = operations.model.training  # submodules keep their own modes
     return layer
 
@@ -124,6 +137,7 @@ class _Copy:
         self._device: fx.Node | None = None
         self.attributes: dict[str, Any] = {}
         self.temporary: list[str] = []
+        self.constants: list[str] = []
 
     def substitute(self, arguments: Any) -> Any:
         """Return arguments with their counterparts in this layer."""
@@ -155,6 +169,7 @@ class _Copy:
         if constant is not None:
             self.attributes[name] = constant.tensor
             self.temporary.append(name)
+            self.constants.append(name)
         elif name != "training":
             self.attributes[name], is_temporary = self._operations.attribute(name)
             if is_temporary:
