@@ -43,6 +43,12 @@ def test_what_fits_and_what_would() -> None:
     assert planner(needs - 1).remedies(setting) == ["K = 3", "M = 8"]
 
 
+def test_what_would_fit_may_keep_other_graphs() -> None:
+    setting = Setting(2, 4, (1, 1))
+    found = planner(planner(0).peak_bytes(Setting(2, 4)) - 1)
+    assert not found.fits(setting) and found.remedies(setting) == ["K = 3", "M = 8"]
+
+
 @pytest.mark.parametrize(("schedule", "per_device"), [("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_a_model_that_no_cut_brings_within_the_limit_does_not_fit(schedule: str, per_device: int) -> None:
     setting = Setting(2 * per_device, 4, schedule=schedule, stages_per_device=per_device)

@@ -12,6 +12,7 @@ from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.cut import NoCutFits, partition_by_memory, peak_bytes
 from gpipe.planning.evaluation import Evaluation, EvaluationPlanner
+from gpipe.planning.fit import Fit
 from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting, plan_step
@@ -142,6 +143,8 @@ class Planner:
     def remedies(self, setting: Setting) -> list[str]:
         """Return what would fit: the smallest larger K, and the smallest of 2 M, 4 M and so on."""
         found = []
+        if isinstance(setting.rematerialize, tuple):  # numbers that fit one cut
+            setting = replace(setting, rematerialize=Fit(self.accelerator.room_bytes))
         step = setting.stages_per_device
         num_layers = len(self._profiles_for(setting)[0]) - 1
         larger = range(setting.num_stages + step, num_layers + 1, step)
