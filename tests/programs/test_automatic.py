@@ -102,6 +102,12 @@ def test_what_the_command_line_says_stays(word: str) -> None:
     assert found == value or (value == "fit" and found == "never")
 
 
+def test_the_stages_per_device_follow_from_any_number_of_stages() -> None:
+    fixed = "pipeline.num_microbatches=1", "pipeline.rematerialize=always", "trainer.evaluation.every_epochs=null"
+    found = choose("pipeline.schedule=interleaved_1f1b", "pipeline.num_stages=9", *fixed, count=3).pipeline
+    assert (found.num_stages, found.stages_per_device) == (9, 3)
+
+
 def test_layers_that_were_measured_count_as_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

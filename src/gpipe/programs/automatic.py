@@ -220,7 +220,8 @@ def _find_shape(known: dict[str, Any]) -> dict[str, Any]:
     """Return a schedule, a number of stages, and a number of stages per device that fit what is known."""
     shared = known.get("stages_per_device", 1) > 1
     schedule = known["schedule"].value if "schedule" in known else "interleaved_1f1b" if shared else "gpipe"
-    per_device = known.get("stages_per_device", 2 if schedule in ("interleaved_1f1b", "zb_v") else 1)
+    fitting = {"interleaved_1f1b": known.get("num_stages", 2), "zb_v": 2}
+    per_device = known.get("stages_per_device", fitting.get(schedule, 1))
     return {"schedule": schedule, "num_stages": per_device, "stages_per_device": per_device}
 
 
