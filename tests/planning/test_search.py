@@ -143,6 +143,12 @@ def test_what_is_fixed_stays(fixed: dict[str, Any]) -> None:
         assert {key: getattr(plan.setting, key) for key in fixed} == fixed
 
 
+@pytest.mark.parametrize("fixed", [{"num_stages": 10}, {"stages_per_device": 5}], ids=str)
+def test_what_is_fixed_may_be_more_than_is_tried_without_it(fixed: dict[str, Any]) -> None:
+    found = {(one.num_stages, one.stages_per_device) for one in Space(2, **fixed).settings(8, LIKE, 10**9)}
+    assert found == {(10, 5)}
+
+
 def test_micro_batches_leave_batch_norm_its_examples() -> None:
     found = find_fastest(planner([3, 1, 2, 5], 16, least=4), Space(2), LIKE, 10**9)
     assert found and all(plan.microbatch_size >= 4 for plan in found)

@@ -38,7 +38,7 @@ class Space:
         num_microbatches: M; None: 1, 2, 4 and so on, and the most: 32 per device of a replica, or its
             examples if fewer.
         schedule: a name.
-        stages_per_device: None: up to 4.
+        stages_per_device: None: up to 4, or as many as K needs.
         rematerialize: None: `Fit` and EXCEPT_LAST.
         num_replicas: R.
     """
@@ -86,8 +86,9 @@ class Space:
         for per_replica in (count for count in range(1, self.num_devices + 1) if self.num_devices % count == 0):
             num_replicas = self.num_devices // per_replica
             if (self.num_replicas or num_replicas) == num_replicas:
+                most = max(_MOST_STAGES_PER_DEVICE, self.stages_per_device or 0, (self.num_stages or 0) // per_replica)
                 for schedule in [self.schedule] if self.schedule else SCHEDULES:
-                    for per_device in _stages_per_device(schedule):
+                    for per_device in _stages_per_device(schedule, most):
                         # On one device no stage waits for the gradients of inputs.
                         is_idle = per_replica == 1 and self.schedule is None
                         if is_idle and (per_device > 1 or schedule in SPLIT_SCHEDULES):
@@ -96,9 +97,9 @@ class Space:
                             yield num_replicas, per_replica, schedule, per_device
 
 
-def _stages_per_device(schedule: str) -> range:
+def _stages_per_device(schedule: str, most: int) -> range:
     if schedule == "interleaved_1f1b":
-        return range(2, _MOST_STAGES_PER_DEVICE + 1)
+        return range(2, most + 1)
     return range(2, 3) if schedule == "zb_v" else range(1, 2)
 
 
