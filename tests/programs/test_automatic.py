@@ -69,6 +69,14 @@ def test_a_request_to_stop_ends_the_search(
     assert capsys.readouterr().out == (said if rank == "0" else "")
 
 
+def test_batch_norm_sees_the_examples_of_all_replicas_that_it_normalises_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "pipeline.synchronize_batch_norm=true", "pipeline.rematerialize=always", "launch.num_replicas=2"
+    run = choose(*words, "pipeline.num_stages=1", count=2)
+    assert f"Batch norm sees {16 // run.pipeline.num_microbatches} examples at once" in capsys.readouterr().out
+
+
 def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
     choose("pipeline.num_microbatches=4")
     choose_pipeline(

@@ -129,15 +129,16 @@ def choose_pipeline(
         words += [f"launch.{key}={value}" for key, value in fixed.items()]
         kept = f", with {', '.join(words)}" if words else ""
         raise ConfigError(f"pipeline is auto{kept}, but {_explain(run, planner, space, like, devices)}.")
+    best = plans[0].setting
     if is_first:
         print_choices(plans, devices.accelerator, devices.count)
         if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
+            num_seen = plans[0].microbatch_size * (best.num_replicas if best.synchronize_batch_norm else 1)
             print(
-                f"Batch norm sees {plans[0].microbatch_size} examples at once with the first of these, and other "
-                "numbers with the others, so their training differs: set pipeline.num_microbatches and "
-                "launch.num_replicas to compare runs."
+                f"Batch norm sees {num_seen} examples at once with the first of these, and other numbers with the "
+                "others, so their training differs: set pipeline.num_microbatches and launch.num_replicas to compare "
+                "runs."
             )
-    best = plans[0].setting
     values = {key: getattr(best, key) for key in ("num_stages", "num_microbatches", "schedule", "stages_per_device")}
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
     values["memory_limit_bytes"] = devices.room_bytes
