@@ -200,6 +200,42 @@ def test_what_does_not_divide_the_devices_is_named(words: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trainer.batch_size=12", "data.mixup=0.8"),
+        ("trainer.cuda_graphs=true", "pipeline.synchronize_batch_norm=true"),
+    ],
+)
+def test_replicas_that_the_settings_refuse_are_not_chosen(words: tuple[str, ...]) -> None:
+    """Four replicas would be fastest."""
+    fixed = "pipeline.num_microbatches=1", "pipeline.rematerialize=never", "pipeline.schedule=gpipe"
+    words = (*SMALL, "data.image_size=64", "model.num_filters=64", "model.num_layers=3", *fixed, *words)
+    four_cores = DevicesToUse(find_accelerator("cpu"), 4, 2**36, EFFICIENCY)
+    run = to_run(choose_pipeline(compose("train", overrides=list(words)), words, lambda *_: four_cores))
+    assert run.launch.num_replicas < 4
+
+
+SENTENCES = ("model=translation_small", "data=multilingual_embedded", "tracking=disabled", "pipeline=auto")
+
+
+@pytest.mark.parametrize(("num_tokens", "num_replicas"), [(1026, 2), (1792, 2), (512, 4)])
+def test_replicas_share_the_tokens_of_a_mini_batch(num_tokens: int, num_replicas: int) -> None:
+    """Of which the longest sentence takes 256."""
+    words = (*SENTENCES, f"trainer.batch_size={num_tokens}", f"launch.num_replicas={num_replicas}")
+    run = to_run(choose_pipeline(compose("train", overrides=list(words)), words, lambda *_: devices(num_replicas)))
+    assert run.launch.num_replicas == num_replicas
+
+
+def test_what_replicas_cannot_share_is_named() -> None:
+    words = (*SENTENCES, "trainer.batch_size=1026", "launch.num_replicas=4")
+    composed = compose("train", overrides=list(words))
+    tokens = find_refusal(lambda: choose_pipeline(composed, words, lambda *_: devices(4)))
+    assert "but that does not divide 4 x v100, and the 1026 tokens of a mini-batch, into equal parts: " in tokens
+    pairs = find_refusal(lambda: choose("trainer.batch_size=12", "data.mixup=0.8", "launch.num_replicas=4"))
+    assert "but that does not divide 4 x v100, and the 6 pairs of images of a mini-batch, into equal parts: " in pairs
+
+
 TEXT = (
     "model=transformer_lm_small", "model.num_layers=3", "data=random_tokens", "data.sequence_length=16",
     "data.vocabulary_size=1000", "model.model_size=64", "trainer.batch_size=8", "tracking=disabled", "pipeline=auto",

@@ -186,8 +186,8 @@ class Planner:
         return self._profiles[size], replace(setting, num_microbatches=len(sizes))
 
     def _split(self, setting: Setting) -> list[int]:
-        """Return how many examples each micro-batch of a replica has."""
-        sizes = microbatch_sizes(self.batch_size // setting.num_replicas, setting.num_microbatches)
+        """Return how many examples each micro-batch of the first replica has."""
+        sizes = microbatch_sizes(-(-self.batch_size // setting.num_replicas), setting.num_microbatches)
         seen = min(sizes) * (setting.num_replicas if setting.synchronize_batch_norm else 1)
         if seen < self.min_microbatch_size:
             raise ValueError(

@@ -41,6 +41,7 @@ class Space:
         stages_per_device: None: up to 4, or as many as K needs.
         rematerialize: None: `Fit` and EXCEPT_LAST.
         num_replicas: R.
+        divided: the number that R divides, such as that of a mini-batch's tokens; None: N.
     """
 
     num_devices: int
@@ -50,6 +51,7 @@ class Space:
     stages_per_device: int | None = None
     rematerialize: Rematerialization | Fit | None = None
     num_replicas: int | None = None
+    divided: int | None = None
 
     def settings(self, batch_size: int, like: Setting, room_bytes: int) -> Iterator[Setting]:
         """Yield the settings, including those with more stages than the model has layers.
@@ -64,9 +66,9 @@ class Space:
             modes = [self.rematerialize]
         for num_replicas, per_replica, schedule, per_device in self._shapes():
             num_stages = per_replica * per_device
-            if (self.num_stages or num_stages) != num_stages or batch_size % num_replicas:
+            if (self.num_stages or num_stages) != num_stages or (self.divided or batch_size) % num_replicas:
                 continue
-            most = min(batch_size // num_replicas, _MOST_PER_DEVICE * per_replica)
+            most = min(-(-batch_size // num_replicas), _MOST_PER_DEVICE * per_replica)
             numbers = [self.num_microbatches] if self.num_microbatches else doubled(1, most)
             for num_microbatches in numbers:
                 for mode in modes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import ConfigError, RunConfig, to_plain, to_run
+from gpipe.config import ConfigError, ImagesConfig, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import find_said_keys
 from gpipe.launch import stops
 from gpipe.launch.devices import count_threads, own_cores
@@ -108,6 +108,8 @@ def choose_pipeline(
     calibration = find_calibration(replace(run, launch=threads), devices.accelerator)
     planner = build_planner(run, devices.accelerator, efficiency=devices.efficiency, calibration=calibration)
     like = build_setting(run, devices.accelerator)
+    in_pairs = isinstance(run.data, ImagesConfig) and run.data.mixes
+    is_alone = run.trainer.cuda_graphs and run.pipeline.synchronize_batch_norm  # replicas would exchange statistics
     space = Space(
         devices.count,
         num_stages=known.get("num_stages"),
@@ -115,7 +117,8 @@ def choose_pipeline(
         schedule=known["schedule"].value if "schedule" in known else None,
         stages_per_device=known.get("stages_per_device"),
         rematerialize=like.rematerialize if "rematerialize" in known else None,
-        num_replicas=fixed.get("num_replicas"),
+        num_replicas=fixed.get("num_replicas", 1 if is_alone else None),
+        divided=run.trainer.batch_size // (2 if in_pairs else 1),
     )
     is_first = os.environ.get("RANK", "0") == "0"
     title = f"comparing plans for {devices.count} x {devices.accelerator.name}"
@@ -165,6 +168,8 @@ def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devi
     whole = f"the {planner.batch_size} {workload_of(run).examples} of a planned mini-batch"
     settings = list(space.settings(planner.batch_size, like, devices.room_bytes))
     if not settings:
+        if space.divided != planner.batch_size:
+            whole = f"the {space.divided} {'tokens' if planner.varies_in_length else 'pairs of images'} of a mini-batch"
         return f"that does not divide {used}, and {whole}, into equal parts: change it, or leave it to the planner"
     settings = [setting for setting in settings if planner.find_microbatch_size(setting) is not None]
     if not settings:
