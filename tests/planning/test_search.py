@@ -101,6 +101,16 @@ def test_no_setting_and_no_cut_is_faster(
     assert all(plan.setting.num_devices == num_devices for plan in found)
 
 
+def test_no_setting_is_faster_for_examples_that_vary_in_length() -> None:
+    """Four of the longest examples leave stages idle that 32 micro-batches of shorter ones do not."""
+    model = planner([3] * 8, 4)
+    speed = replace(SPEED, operation_seconds=0.0, hop_seconds=0.0, task_seconds=0.0)
+    model = replace(model, cut=Cutter("seconds", "step", speed), speed=speed, varies_in_length=True)
+    space = Space(8, num_microbatches=32, rematerialize=Rematerialize.NEVER)
+    every = [model.plan(one) for one in space.settings(4, LIKE, 10**9) if one.num_stages <= 8]
+    assert find_fastest(model, space, LIKE, 10**9)[0].step_seconds == min(plan.step_seconds for plan in every)
+
+
 def test_the_best_of_each_shape_come_in_the_order_of_their_steps() -> None:
     found = find_fastest(planner([3, 1, 2, 5, 2, 2], 16), Space(4), LIKE, 10**9)
     assert len(found) == 5

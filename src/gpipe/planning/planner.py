@@ -63,7 +63,7 @@ class Planner:
         partitions, evaluation = self._cut(setting), self._evaluate(setting)
         found = plan_step(profiles, seconds, partitions, shortened, self.speed)
         if self.varies_in_length and shortened != setting:
-            found = self._with_shorter(found, profiles, seconds, setting)
+            found = self._with_shorter(found, setting)
         return replace(
             found,
             auxiliary_parameters=self.auxiliary_parameters,
@@ -71,19 +71,24 @@ class Planner:
             evaluation_bytes=() if evaluation is None else evaluation.plan(partitions, setting),
         )
 
-    def _with_shorter(
-        self, found: Plan, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting
-    ) -> Plan:
-        """Return the plan of a mini-batch with all M micro-batches, of shorter examples, and the same total work.
-
-        Memory and stages stay those of the longest examples.
-        """
-        number = setting.num_microbatches
-        share = found.setting.num_microbatches / number
-        shorter = [LayerSeconds(*(share * value for value in layer)) for layer in seconds]
-        setting = replace(found.setting, num_microbatches=number)
-        timed = plan_step(profiles, shorter, found.partitions, setting, self.speed)
+    def _with_shorter(self, found: Plan, setting: Setting) -> Plan:
+        """Return the plan of a mini-batch of shorter examples; memory and stages stay those of the longest."""
+        profiles, seconds, setting = self.describe_work(setting)
+        share = found.setting.num_microbatches / setting.num_microbatches
+        setting = replace(found.setting, num_microbatches=setting.num_microbatches)
+        timed = plan_step(profiles, seconds, found.partitions, setting, self.speed)
         return replace(timed, stages=found.stages, memory=found.memory, utilization=share * timed.utilization)
+
+    def describe_work(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
+        """Return what `describe` does; if examples vary in length, shorter ones make all M micro-batches.
+
+        Together they are as much work as the longest.
+        """
+        profiles, seconds, shortened = self.describe(setting)
+        if not self.varies_in_length:
+            return profiles, seconds, shortened
+        share = shortened.num_microbatches / setting.num_microbatches
+        return profiles, [LayerSeconds(*(share * value for value in layer)) for layer in seconds], setting
 
     def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
         """Return profiles and seconds with the largest micro-batch, and the setting with the actual number of them.

@@ -184,7 +184,7 @@ class Candidate:
 def _find_bound(planner: Planner, setting: Setting) -> float | None:
     """Return a lower bound of a step's seconds; None if it cannot be planned."""
     try:
-        profiles, seconds, setting = planner.describe(setting)
+        profiles, seconds, setting = planner.describe_work(setting)
     except ValueError:  # such as too few examples for batch norm
         return None
     if setting.num_stages > len(profiles) - 1:
