@@ -100,6 +100,15 @@ def test_shorter_examples_make_all_micro_batches_of_the_setting_and_are_as_much_
     assert found.utilization * found.step_seconds == pytest.approx(longest.utilization * longest.step_seconds)
 
 
+def test_shorter_examples_take_as_long_to_travel_as_the_longest() -> None:
+    """Ten bytes per longest example, at five per second: eight seconds forward for four of them, and eight back."""
+    speed = Speed(1e12, 1e12, 1e12, 5.0)
+    found = replace(planner(10**9, batch_size=4), profiler=lambda _: profiler(2), speed=speed, varies_in_length=True)
+    for num_microbatches in (4, 8):
+        plan = found.plan(Setting(2, num_microbatches, "never"))
+        assert plan.timeline.makespan_seconds == pytest.approx(16, rel=1e-6)
+
+
 def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
     sizes = []
 

@@ -82,13 +82,14 @@ class Planner:
     def describe_work(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
         """Return what `describe` does; if examples vary in length, shorter ones make all M micro-batches.
 
-        Together they are as much work as the longest.
+        Together they are as much work as the longest, and as many bytes travel.
         """
         profiles, seconds, shortened = self.describe(setting)
         if not self.varies_in_length:
             return profiles, seconds, shortened
         share = shortened.num_microbatches / setting.num_microbatches
-        return profiles, [LayerSeconds(*(share * value for value in layer)) for layer in seconds], setting
+        seconds = [LayerSeconds(*(share * value for value in layer)) for layer in seconds]
+        return [profile.with_boundary(share) for profile in profiles], seconds, setting
 
     def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
         """Return profiles and seconds with the largest micro-batch, and the setting with the actual number of them.

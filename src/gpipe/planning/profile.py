@@ -134,6 +134,11 @@ class LayerProfile:
         """FLOPs of the backward pass."""
         return sum(work.flops for work in self.backward)
 
+    def with_boundary(self, share: float) -> LayerProfile:
+        """Return the profile with a share of the bytes that travel over a boundary before the layer, both ways."""
+        arrivals = tuple(one._replace(size=int(share * one.size)) for one in self.arrivals)
+        return replace(self, boundary_bytes=int(share * self.boundary_bytes), arrivals=arrivals)
+
     @property
     def returned_bytes(self) -> int:
         """The size of the gradients of its input as they would travel over a boundary."""
