@@ -229,6 +229,16 @@ def test_a_plan_has_rows_partitions_and_sizes() -> None:
     assert (found.parameters, found.evaluated_parameters) == (2_000, 1_500)
 
 
+def test_stages_are_compared_by_what_they_do() -> None:
+    """Without recomputation a micro-batch takes 4 and 6 seconds, with it 7 and 7."""
+    seconds = [LayerSeconds(3, 3, 1), LayerSeconds(1, 1, 5), LayerSeconds(0, 0, 0)]
+    found = {
+        mode: plan_step([layer(), layer(), LOSS], seconds, [1, 1], Setting(2, 4, mode), UNIT).imbalance
+        for mode in (Rematerialize.NEVER, Rematerialize.ALWAYS)
+    }
+    assert found == {Rematerialize.NEVER: pytest.approx(0.2), Rematerialize.ALWAYS: pytest.approx(0)}
+
+
 def test_gradients_come_back_for_what_is_differentiable_alone() -> None:
     both = replace(layer(), boundary_bytes=1000)  # such as numbers of tokens
     profiles = [layer(), both, LOSS]

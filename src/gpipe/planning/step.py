@@ -237,8 +237,10 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """How much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
-        seconds = [stage.work.total for stage in self.stages]
+        """How much longer the tasks of the slowest stage take than those of the mean one, as a fraction."""
+        seconds = [0.0] * len(self.stages)
+        for task, start, end in self.timeline.events:
+            seconds[task.stage] += end - start
         return max(seconds) / fmean(seconds) - 1
 
     @property
