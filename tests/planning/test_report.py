@@ -58,3 +58,10 @@ def test_five_settings_are_printed_with_peak_and_bubble_and_why_each_lost() -> N
     reasons = [row[7] for row in rows]
     assert reasons[0] == "chosen" and all(reason.startswith("+") for reason in reasons[2:])
     assert ": recomputes " in reasons[2], "all micro-batches are recomputed"
+
+
+def test_many_seconds_more_are_a_plain_number() -> None:
+    plan, stream = plan_of(Setting(2, 4)), io.StringIO()
+    slow = replace(plan, update_seconds=plan.update_seconds + 234)
+    print_choices([plan, slow], V100, 2, Console(file=stream, width=200))
+    assert ": updates 234 s more" in stream.getvalue()

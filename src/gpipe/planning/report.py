@@ -98,7 +98,7 @@ def _explain_loss(best: Plan, other: Plan) -> str:
     longer = {name: seconds - _divide_step(best)[name] for name, seconds in _divide_step(other).items()}
     name = max(longer, key=longer.__getitem__)
     slower = f"+{other.step_seconds / best.step_seconds - 1:.1%}"
-    return "as fast" if slower == "+0.0%" else f"{slower}: {name} {longer[name]:.2g} s more"
+    return "as fast" if slower == "+0.0%" else f"{slower}: {name} {_format(longer[name])} s more"
 
 
 def _divide_step(plan: Plan) -> dict[str, float]:
