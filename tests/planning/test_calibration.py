@@ -26,6 +26,11 @@ def test_other_micro_batches_are_corrected_by_the_same_shares() -> None:
     assert second == LayerSeconds(8.0, 4.0, 1.0)  # nothing was planned for its backward
 
 
+def test_gradients_of_weights_that_waited_for_larger_micro_batches_alone_are_their_share_of_the_backward() -> None:
+    small = Calibration({}, 1, [LayerSeconds(2.0, 2.0, 6.0, 0.001, 0.0)], [LayerSeconds(1.0, 1.0, 2.0)], 0.0)
+    assert small.correct([LayerSeconds(8.0, 8.0, 16.0, 7.0, 1.0)]) == [LayerSeconds(16.0, 16.0, 48.0, 21.0, 0.0)]
+
+
 def test_another_number_of_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         FOUND.correct(PLANNED[:1])
