@@ -97,6 +97,13 @@ def test_the_largest_is_planned_as_a_later_plan_of_it(plan: Plan, monkeypatch: p
     assert plan(*SMALL, "memory_gib=0.002", f"model.num_filters={size}") == planned
 
 
+def test_the_fewest_layers_that_give_each_stage_one_are_tried(plan: Plan) -> None:
+    words = ("model=transformer_lm_small", "data=random_tokens", "data.sequence_length=16", "model.model_size=64")
+    words += ("trainer.evaluation.every_epochs=null", "pipeline.num_stages=8", "memory_gib=0.0035", "find=num_layers")
+    said = plan(*words, "data.vocabulary_size=1000", "trainer.batch_size=8", "device=cpu")
+    assert said.startswith("The largest num_layers that fits is 6.\n")
+
+
 @pytest.mark.slow
 def test_a_larger_model_is_found_for_more_stages_than_this_one_has_layers(plan: Plan) -> None:
     said = plan(*SMALL, "pipeline.num_stages=12", "memory_gib=0.001", "find=num_layers")

@@ -102,16 +102,21 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     step = 3 if is_amoebanet and plan.find is Find.num_layers else _STEPS[plan.find]
     planners: dict[int, Planner] = {}
 
-    def fits(value: int) -> bool:
+    def change(value: int) -> PlanConfig:
         changes: dict[str, Any] = {name: value}
-        changed = replace(plan, model=replace(plan.model, **changes))
-        planners[value] = _build_planner(changed, accelerator)
+        return replace(plan, model=replace(plan.model, **changes))
+
+    def fits(value: int) -> bool:
+        planners[value] = _build_planner(change(value), accelerator)
         found = planners[value].fits(setting)
         if time.monotonic() - begin > _QUIET_SECONDS:
             print(f"{name}={value} {'fits' if found else 'does not fit'}", file=sys.stderr, flush=True)
         return found
 
-    start = step * max(1, -(-setting.num_stages // step)) if plan.find is Find.num_layers else step
+    start = step
+    if plan.find is Find.num_layers:  # the fewest that give each stage a layer
+        few, more = (len(workload_of(change(value)).layers()) for value in (step, 2 * step))
+        start += step * max(0, -(-(setting.num_stages - few) // (more - few)))
     begin = time.monotonic()
     size = find_largest_size(fits, start, step, _MOST)
     if size is None:
