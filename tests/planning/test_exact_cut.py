@@ -4,11 +4,13 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +84,11 @@ def test_floats_that_differ_in_the_last_bit_are_told_apart() -> None:
     assert partition_layers([1.0, up, 1.0], 2) == [1, 2]
     assert partition_layers([up, 1.0, 1.0], 2) == [1, 2]
     assert partition_layers([1.0, 1.0, up], 2) == [2, 1]
+
+
+@pytest.mark.parametrize("array", [torch.tensor, np.array])
+def test_costs_may_be_an_array(array: Callable[..., Any]) -> None:
+    assert partition_layers(array([1.0, 2.0, 3.0]), 2) == [2, 1]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -173,7 +173,7 @@ def _exact_integers(costs: Sequence[float]) -> list[int]:
 def _check_counts(costs: Sequence[float], num_partitions: int, objective: str) -> None:
     if objective not in ("max", "variance"):
         raise ValueError(f'objective is {objective!r}; choose "max" or "variance".')
-    if not costs:
+    if len(costs) == 0:  # an array has no truth value
         raise ValueError("costs is empty; give the cost of at least one layer.")
     if not 1 <= num_partitions <= len(costs):
         raise ValueError(
