@@ -229,6 +229,14 @@ def test_a_plan_has_rows_partitions_and_sizes() -> None:
     assert (found.parameters, found.evaluated_parameters) == (2_000, 1_500)
 
 
+def test_recomputation_is_said_as_to_a_pipeline() -> None:
+    assert Setting(2, 4, [1, 0]) == Setting(2, 4, (1, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rematerialize is 'fit'; it must be one of always, except_last, never, or"):
+        Setting(2, 4, "fit")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rematerialize is \[1\]; it must be one of .* 2 whole numbers, one per"):
+        Setting(2, 4, (1,))
+
+
 def test_stages_are_compared_by_what_they_do() -> None:
     """Without recomputation a micro-batch takes 4 and 6 seconds, with it 7 and 7."""
     seconds = [LayerSeconds(3, 3, 1), LayerSeconds(1, 1, 5), LayerSeconds(0, 0, 0)]

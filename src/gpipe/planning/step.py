@@ -20,7 +20,7 @@ from gpipe.pipeline.schedule import (
     Task,
     sequential,
 )
-from gpipe.pipeline.schedule_choice import place_stages
+from gpipe.pipeline.schedule_choice import check_rematerialization, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device
@@ -49,7 +49,7 @@ class Setting:
         is_sequential: whether one process plays all stages, one task after another. Memory is still planned per device.
 
     Raises:
-        ValueError: there is no such mode of re-materialisation.
+        TypeError, ValueError: there is no such mode of re-materialisation, or not one number per stage.
     """
 
     num_stages: int
@@ -66,8 +66,9 @@ class Setting:
     is_sequential: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.rematerialize) is str:
-            object.__setattr__(self, "rematerialize", Rematerialize(self.rematerialize))
+        if not isinstance(self.rematerialize, Fit):
+            mode = check_rematerialization(self.rematerialize, self.num_stages)
+            object.__setattr__(self, "rematerialize", mode)
 
     @property
     def num_devices(self) -> int:
