@@ -189,6 +189,12 @@ def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
         assert measured not in run_program(ROOT / "plan.py", *words, other, folder=tmp_path).stdout
 
 
+def test_settings_are_refused_before_layers_are_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe.programs.plan.calibrate", lambda _: pytest.fail("measures"))
+    said = plan(*SMALL, "calibrate=true", "trainer.batch_size=64", "pipeline.num_stages=30")
+    assert said == "error: pipeline.num_stages is 30, but the model has 9 layers: set it to 9 or less.\n"
+
+
 def test_only_this_machine_can_be_measured(plan: Plan) -> None:
     said = plan(*SMALL, "device=h100", "calibrate=true")
     assert said.startswith("error: calibrate is true, but device is h100: measure on a machine that has one")

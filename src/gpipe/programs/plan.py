@@ -76,6 +76,8 @@ def start(plan: PlanConfig) -> None:
         accelerator = _find_accelerator(plan)
         layers = workload_of(plan).layers()  # kept alive, because tracing another library's model takes seconds
         if plan.calibrate:
+            if plan.find is None:
+                build_planner(plan, accelerator)  # refuses settings before it takes long to measure the layers
             calibrate(plan)
         planner = _build_planner(plan, accelerator) if plan.find is None else _find_largest(plan, accelerator)
         print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
