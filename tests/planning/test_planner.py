@@ -121,7 +121,10 @@ def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
     assert len(sizes) == 3  # of the setting, of twice M, and of four times M, which is no better
 
 
-def test_more_micro_batches_are_named_where_an_evaluation_alone_needs_less_with_them() -> None:
+@pytest.mark.parametrize("batch_size", [64, 2])
+def test_more_micro_batches_are_named_where_an_evaluation_alone_needs_less_with_them(batch_size: int) -> None:
+    """A training step may have fewer examples than that, and then makes fewer."""
+
     def parameters_alone(size: int) -> list[LayerProfile]:
         return [*[layer(parameter_bytes=1_000, kept=0, flops=size)] * NUM_LAYERS, LOSS]
 
@@ -129,7 +132,7 @@ def test_more_micro_batches_are_named_where_an_evaluation_alone_needs_less_with_
         return [*[layer()] * NUM_LAYERS, replace(LOSS, quiet_peak_bytes=1_000 * size)]
 
     setting = Setting(NUM_LAYERS, 1)
-    trains = replace(planner(10_000, batch_size=64), profiler=parameters_alone)
+    trains = replace(planner(10_000, batch_size), profiler=parameters_alone)
     found = replace(trains, evaluation=EvaluationPlanner(metrics, batch_size=64))
     assert trains.fits(setting) and not found.fits(setting)
     assert found.remedies(setting) == ["M = 8"]  # 8 examples, and inputs of 10 bytes

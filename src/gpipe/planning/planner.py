@@ -166,7 +166,8 @@ class Planner:
     def _larger_num_microbatches(self, setting: Setting) -> int | None:
         """Return the smallest of 2 M, 4 M and so on that fits; None if none does."""
         least = math.inf
-        numbers = doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas)
+        evaluated = 0 if self.evaluation is None else self.evaluation.batch_size
+        numbers = doubled(2 * setting.num_microbatches, max(self.batch_size // setting.num_replicas, evaluated))
         settings = [replace(setting, num_microbatches=number) for number in numbers]
         if isinstance(self.profiler, KnownProfiles):
             found = map(self.find_microbatch_size, settings)
