@@ -139,6 +139,27 @@ def test_float16_that_overflows_at_any_scale_ends_the_training(tmp_path: Path) -
         trainer.train()
 
 
+def test_a_run_goes_on_at_a_scale_below_1_at_which_gradients_are_finite(tmp_path: Path) -> None:
+    stopped = half(tmp_path, GradientScaler(1.0))
+    spoil_gradients(stopped, 2)
+    with pytest.raises(NonFiniteError, match=r"at a loss scale of 0\.5"):
+        stopped.train()
+    resumed = half(tmp_path, GradientScaler(1.0), max_steps=4)
+    assert resumed.resume() and resumed.scaler is not None
+    assert (resumed.pipeline.step, resumed.scaler.scale, resumed.scaler.num_skipped) == (2, 0.5, 0)
+    assert resumed.train().num_steps == 4 == resumed._epoch * 4 + resumed._batch
+
+
+def test_an_overflow_at_a_scale_below_1_is_skipped_and_counted_once(tmp_path: Path) -> None:
+    trainer = half(tmp_path, GradientScaler(1.0), max_steps=2, non_finite="skip", max_skipped_steps=1)
+    spoil_gradients(trainer, 0)
+    summary = trainer.train()
+    assert (summary.num_steps, summary.num_skipped_steps, trainer._batch) == (2, 1, 2)
+    assert trainer.ema is not None  # of one update: initial weights have no part in it
+    for name, parameter in trainer.pipeline.named_parameters():
+        assert torch.equal(trainer.ema.state()[name], parameter), name
+
+
 def test_a_stop_saves_the_state_before_and_goes_there_again(tmp_path: Path) -> None:
     oracle = small_trainer(tmp_path / "oracle", max_steps=6)
     oracle.train()

@@ -357,7 +357,8 @@ class Trainer:
                 )
             if self.scaler is not None:
                 values["loss_scale"] = self.scaler.scale
-                if self.scaler.scale < 1:
+                if report.is_skipped and self.scaler.scale < 1:
+                    self.scaler.num_skipped -= 1  # this mini-batch stops the run, or counts as one that is not finite
                     raise NonFiniteError(f"gradients overflow float16 at a loss scale of {self.scaler.scale:g}")
         except NonFiniteError as error:
             self._skip_or_stop(batch, error)
