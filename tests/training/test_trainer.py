@@ -354,16 +354,17 @@ def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
     json.dumps(summary.as_dict(), allow_nan=False)
 
 
-def test_the_timeline_of_one_step_in_so_many_is_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "expected"), [(5, [3, 8, 12]), (2, [3, 5, 7, 9, 11, 12]), (1, [*range(3, 13)])])
+def test_the_timeline_of_one_step_in_so_many_is_recorded(tmp_path: Path, every: int, expected: list[int]) -> None:
     timelines: list[Any] = []
     trainer = small_trainer(
         tmp_path,
-        timeline_every_steps=5,
+        timeline_every_steps=every,
         num_untimed_steps=2,
         on_timeline=lambda timeline: timelines.append(trainer.pipeline.step),
     )
     summary = trainer.train()
-    assert timelines == [3, 8, trainer.num_steps], "no untimed step, then one in so many, and the last"
+    assert timelines == expected, "no untimed step, then one in so many, and the last"
     assert summary.bubble is None, "in one process the stages take turns: their idle time says nothing"
 
 

@@ -513,5 +513,5 @@ class Trainer:
 
 
 def _is_due(count: int, every: int | None) -> bool:
-    """Return whether something is due at this count, every `every` counts; never if None."""
-    return every is not None and count % every == 0
+    """Return whether something is due at this count, every `every` counts from 0 on; never if None."""
+    return every is not None and count >= 0 and count % every == 0
