@@ -311,6 +311,17 @@ def test_tensorboard_gets_the_same_curves_and_a_resumed_run_hides_what_it_repeat
     assert [line["step"] for line in read_lines(tmp_path)] == [0, 1, 1, 1, 2, 3]
 
 
+def test_tensorboard_keeps_the_last_step_of_a_run_whose_next_session_only_tells_the_outcome(tmp_path: Path) -> None:
+    with Tracker(tmp_path, mode="tensorboard") as tracker:
+        tracker.log({"step": 2, "test/top1": 0.5})
+    with Tracker(tmp_path, mode="tensorboard") as tracker:
+        tracker.rewind(2)
+        tracker.log_outcome(2, {"top1": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("test/top1")] == [(2, 0.5)]
+
+
 def test_online_without_a_key_is_refused_with_the_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

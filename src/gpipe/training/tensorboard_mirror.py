@@ -49,6 +49,7 @@ class TensorBoardMirror:
 
     def log_outcome(self, step: int, figures: Mapping[str, Any]) -> None:
         """Log the outcome as a text."""
+        self._at(step + 1)  # a session that begins here repeats no step, so it must hide none
         self._write_text("outcome", figures, step)
 
     def close(self, *, failed: bool) -> None:
