@@ -147,7 +147,7 @@ def log_a_run(folder: Path, mode: str) -> None:
     with Tracker(folder, mode=mode, config={"seed": 1, "commit": "abc"}, **names) as tracker:
         tracker.begin([{"stage": 0, "layers": [0, 1]}])
         tracker.log({"step": 1, "epoch": 0, "loss": 1.0})
-        tracker.log({"step": 1, "epoch": 0, "test/top1": 0.5, "test/loss": 2.0})
+        tracker.log({"step": 1, "epoch": 0, "test/top1": 0.5, "test/loss": 2.0, "test/f1": 0.25})
         Image.new("RGB", (4, 4)).save(folder / "timeline.png")
         tracker.log_picture(1, "timeline", folder / "timeline.png")
         tracker.log_outcome(1, {"num_steps": 1, "bubble": None, "top1": 0.5})
@@ -197,8 +197,8 @@ def test_wandb_gets_the_names_the_curves_and_the_best_as_its_users_expect(offlin
     logged = {item.key or "/".join(item.nested_key) for record in records for item in record.history.item}
     assert {"train/loss", "epoch", "test/top1"} <= logged and "loss" not in logged
     best = {record.metric.name: record.metric.summary for record in records if record.HasField("metric")}
-    assert best.keys() == {"test/top1", "test/loss"}
-    assert best["test/top1"].max and best["test/top1"].last and best["test/loss"].min
+    assert best.keys() == {"test/top1", "test/loss", "test/f1"}
+    assert best["test/top1"].max and best["test/top1"].last and best["test/loss"].min and best["test/f1"].max
     summary = {item.key: item.value_json for record in records for item in record.summary.update}
     assert summary["outcome/num_steps"] == "1" and summary["outcome/top1"] == "0.5"
 
@@ -304,7 +304,7 @@ def test_tensorboard_gets_the_same_curves_and_a_resumed_run_hides_what_it_repeat
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = events.Tags()
-    assert set(tags["scalars"]) == {"train/loss", "epoch", "test/top1", "test/loss"}
+    assert set(tags["scalars"]) == {"train/loss", "epoch", "test/top1", "test/loss", "test/f1"}
     assert {tag.removesuffix("/text_summary") for tag in tags["tensors"]} == {"config", "plan", "outcome"}
     assert tags["images"] == ["timeline"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, 0.25)]

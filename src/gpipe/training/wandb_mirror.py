@@ -16,7 +16,7 @@ from gpipe._compat.wandb import end_service
 
 _TEARDOWN_SECONDS = 5.0
 # For these figures of evaluations, the summary has the best value beside the last.
-_BEST = {"loss": "min", "nll": "min", "top1": "max", "top5": "max", "bleu": "max", "chrf": "max"}
+_BEST = {"loss": "min", "nll": "min", "top1": "max", "top5": "max", "f1": "max", "bleu": "max", "chrf": "max"}
 
 
 class WandbMirror:
