@@ -16,6 +16,7 @@ from gpipe.records import (
     Record,
     append_record,
     describe_hardware,
+    differences,
     git_state,
     make_record,
     package_versions,
@@ -155,6 +156,13 @@ def test_the_same_settings_elsewhere_are_the_same() -> None:
     assert not same_settings(here, {**there, "launch": {"num_processes": 2, "num_replicas": 2}})
     assert not same_settings(here, {**there, "seed": 2})
     assert not same_settings(here, {**there, "data": {"name": "mnist_5k"}})
+
+
+def test_an_argument_of_a_librarys_model_that_only_one_run_gives_is_a_difference() -> None:
+    plain, dropping = ({"model": {"arguments": arguments}} for arguments in ({}, {"drop_rate": 0.5}))
+    assert differences(plain, dropping) == ['model.arguments is {} there, {"drop_rate": 0.5} here']
+    assert differences(dropping, plain) == ['model.arguments is {"drop_rate": 0.5} there, {} here']
+    assert differences(dropping, dropping) == differences({"model": {}}, dropping) == []
 
 
 @pytest.mark.parametrize("path", ["/home/somebody/sets/fashion-mnist", "/home/somebody/sets/fashion-mnist/"])

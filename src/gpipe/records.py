@@ -228,7 +228,9 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        found |= _flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        # The arguments of a library's model are one setting: which of them are given is part of it.
+        is_section = isinstance(value, Mapping) and key != "model.arguments"
+        found |= _flatten(value, f"{key}.") if is_section else {key: value}
     return found
 
 
