@@ -175,3 +175,17 @@ def test_a_published_record_has_no_folders_of_the_machine(path: str) -> None:
     assert published.config == {**config, "data": {"root": "<...>/fashion-mnist"}}
     assert published.command == "python x.py data.root=<...>/fashion-mnist --clone <...>/fashion-mnist y=runs/z a / b"
     assert replace(published, config=config, command=record.command) == record
+
+
+@pytest.mark.parametrize("folder", ["/home/jürgen", "/home/jane doe/my sets", "/home/o'brien"])
+def test_a_published_record_has_no_folders_that_a_shell_needs_in_quotes(folder: str) -> None:
+    path, mark = f"{folder}/pets & more", '"' if "'" in folder else "'"
+    config = {"data": {"root": path}, "overrides": [f"data.root={path}", "y=runs/z"]}
+    command = (
+        f"python x.py {mark}{path}{mark} data.root={mark}{path}{mark} {mark}data.root={path}{mark} {mark}a/b{mark}"
+    )
+    published = without_places(replace(some_record(), config=config, command=command))
+    hidden = "<...>/pets & more"
+    assert published.config == {"data": {"root": hidden}, "overrides": [f"data.root={hidden}", "y=runs/z"]}
+    assert published.command == command.replace(path, hidden)
+    assert without_places(published) == published

@@ -45,8 +45,15 @@ RESUMED_MAY_DIFFER = _EFFORTS | {
     "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.evaluation",
     "trainer.dry_run",
 }  # fmt: skip
-# In JSON text, the folders and the last name of an absolute path: a whole string, an argument, or an override.
-_ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
+# In JSON text, the folders and the last name of an absolute path: a whole string, an argument, or an override. In
+# quotes, also those of a shell, it may have spaces.
+_ABSOLUTE_PATHS = (
+    *(
+        re.compile(rf"""({mark}(?:[^\s"'=/]+=)?)/(?:[^{mark}"=/]*[^{mark}"=/\s]/)*([^{mark}"=/]+)/?(?={mark})""")
+        for mark in ('"', "'")
+    ),
+    re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])"""),
+)
 _NO_PROGRAMS = ":(top,exclude)*.md", ":(top,exclude)reproductions/*.jsonl"
 _VECTORS = ("avx512f", "avx2")
 _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
@@ -253,7 +260,9 @@ def without(left_out: Collection[str], config: Mapping[str, Any], prefix: str = 
 def without_places(record: Record) -> Record:
     """Return a record with only the last name of each absolute path, because records are published."""
     text = json.dumps(asdict(record))
-    return Record(**json.loads(_ABSOLUTE_PATH.sub(r"\1<...>/\2", text)))
+    for path in _ABSOLUTE_PATHS:
+        text = path.sub(r"\1<...>/\2", text)
+    return Record(**json.loads(text))
 
 
 def write_record(path: Path, record: Record) -> None:
