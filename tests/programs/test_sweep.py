@@ -285,6 +285,16 @@ def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
     assert re.findall(r"\[\w+\]", (tmp_path / SUMMARY_FILE).read_text()) == ["[sw]", "[tn]"]
 
 
+def test_a_long_reason_stands_in_one_row(tmp_path: Path) -> None:
+    reason = " ".join(["a long sentence"] * 40)
+    for seed in (0, 1):
+        (folder := tmp_path / f"seed={seed}").mkdir()
+        write_outcome(folder, Outcome("failed", [f"seed={seed}"], "some", reason))
+    summarize(tmp_path, read_jobs(tmp_path))
+    rows = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
+    assert [row.strip("|").split("|")[1].strip() for row in rows] == [f"failed: {reason}"] * 2
+
+
 def test_seeds_are_averaged_where_all_other_settings_are_the_same(tmp_path: Path) -> None:
     for seed, start in enumerate(("a", "b", "b")):
         (folder := tmp_path / f"seed={seed}").mkdir()

@@ -22,7 +22,7 @@ from gpipe.records import RECORD_FILE, Record, read_records, without
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
-_WIDTH = 320  # characters; no cell is broken on a pipe or in the file
+_WIDTH = 10_000  # characters; no cell is broken on a pipe or in the file, however long a reason is
 
 
 @dataclass(frozen=True)
