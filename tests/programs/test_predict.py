@@ -96,6 +96,19 @@ def test_a_broken_image_is_left_out_with_a_warning(images: Path, predict: Predic
     assert warning.startswith(f"warning: cannot decode {images / '3.png'}") and len(warning.splitlines()) == 1
 
 
+def test_answers_of_before_stay_where_no_image_can_be_decoded(images: Path, tmp_path: Path, predict: Predict) -> None:
+    output = tmp_path / "classes.csv"
+    output.write_text("answers of before")
+    for path in images.rglob("*.png"):
+        path.write_bytes(b"no image")
+    out, said = predict(f"images={images}", f"output={output}", f"grid={tmp_path / 'grid.png'}")
+    assert (out, said.splitlines()[-1]) == (
+        "",
+        f"error: images is {images}, where no image can be decoded: name other images.",
+    )
+    assert output.read_text() == "answers of before" and not (tmp_path / "grid.png").exists()
+
+
 def test_what_was_written_is_told_beside_the_answers(images: Path, tmp_path: Path, predict: Predict) -> None:
     output, grid = tmp_path / "classes.csv", tmp_path / "grid.png"
     assert predict(f"images={images / '1.png'}")[1] == ""

@@ -89,12 +89,12 @@ def start(settings: PredictConfig) -> None:
                     continue
                 _write(answer, stream, is_csv=settings.output is not None)
                 shown += [answer] if len(shown) < _GRID_SIDE**2 else []
-        if settings.grid is not None and shown:
+            if not shown:  # an error here leaves an earlier file as it is
+                raise ConfigError(f"images is {settings.images}, where no image can be decoded: name other images.")
+        if settings.grid is not None:
             with replacing(Path(settings.grid)) as path:
                 _draw(shown, path)
         num_classified = len(paths) - num_broken
-        if num_classified == 0:
-            raise ConfigError(f"images is {settings.images}, where no image can be decoded: name other images.")
         if written := _describe_written(settings, num_classified, len(paths), len(shown)):
             print(f"wrote {written}", file=sys.stderr)
 
