@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import to_evaluated
 from gpipe.programs.complete import complete
+from gpipe.programs.evaluate import _has_training_data
 from gpipe.programs.workloads import workload_of
 from tests.support.train_program import TINY, run_folder, start
 
@@ -185,6 +187,15 @@ def test_a_table_of_the_other_kind_is_refused(tmp_path: Path, several: bool) -> 
         composed = compose("train", overrides=["evaluate=x", "data=image_folder", "data.num_classes=2"])
         with pytest.raises(ConfigError, match=r"^data\.name is image_folder, whose images have one label each, but"):
             to_evaluated(composed, saved, ["data=image_folder"])
+
+
+@pytest.mark.usefixtures("composer")
+def test_the_data_of_a_training_by_an_older_program_are_its_own() -> None:
+    saved = to_plain(to_run(compose("train")))
+    older = {**saved, "data": {name: value for name, value in saved["data"].items() if name != "keep_aspect"}}
+    for words, is_same in (["data.num_workers=5"], True), (["data.max_images=100"], False):
+        run = to_evaluated(compose("train", overrides=["evaluate=x", *words]), older, words)
+        assert _has_training_data(run, SimpleNamespace(config=older)) is is_same
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

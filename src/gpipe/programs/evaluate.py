@@ -140,4 +140,5 @@ def _wants_estimates(run: RunConfig, manifest: Manifest) -> bool:
 
 
 def _has_training_data(run: RunConfig, manifest: Manifest) -> bool:
-    return same_settings({"data": to_plain(run)["data"]}, {"data": manifest.config["data"]})
+    trained = to_plain(from_plain(manifest.config))  # with null for settings that are newer than the checkpoint
+    return same_settings({"data": to_plain(run)["data"]}, {"data": trained["data"]})
