@@ -1,7 +1,9 @@
 """A trained model is evaluated again by train.py evaluate=<run>."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,9 @@ from PIL import Image
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.evaluated import to_evaluated
+from gpipe.launch import processes, stops
 from gpipe.programs.complete import complete
-from gpipe.programs.evaluate import _has_training_data
+from gpipe.programs.evaluate import _has_training_data, launch_evaluation
 from gpipe.programs.workloads import workload_of
 from tests.support.train_program import TINY, run_folder, start
 
@@ -41,6 +44,22 @@ def test_the_figures_are_those_of_the_run_and_nothing_is_left_behind(folder: Pat
     assert figures(done.stdout) == pytest.approx(expected, abs=6e-5)
     assert "raw_top1" in expected and "after 3 steps, on fashion_mnist_embedded" in done.stdout
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_evaluation_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(stops, "_listener", None)
+    monkeypatch.setattr(processes, "run", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    stops.listen()  # as train.py does
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch_evaluation(compose("train", overrides=[f"evaluate={folder}/runs/train"]), tmp_path, [])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_checkpoint_behind_the_last_evaluation_gets_the_statistics_of_its_weights(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from gpipe.config import ConfigError, RunConfig, to_plain
 from gpipe.config.evaluated import to_evaluated
 from gpipe.config.run import refuse_open
 from gpipe.config.saved import from_plain
-from gpipe.launch import garbage_collection, processes
+from gpipe.launch import garbage_collection, processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place
@@ -52,6 +53,8 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
             )
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
+    stops.listen().close()  # an evaluation saves nothing, so a signal ends it at once
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes.run(evaluate_in_process, describe_processes(run, folder), run, path)
 
 
