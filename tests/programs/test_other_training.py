@@ -13,6 +13,8 @@ from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.folder import find_run
 from gpipe.checkpoint.manifest import MANIFEST, Position, seal, write_manifest
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run, to_yaml
+from gpipe.launch import processes
+from gpipe.programs.build import build_tracker
 from gpipe.programs.resume import name_runs
 from gpipe.programs.train import launch_training
 from tests.support.train_program import TINY
@@ -93,6 +95,19 @@ def test_a_run_that_goes_on_from_another_has_a_length_and_a_learning_rate_of_its
     launch_training(
         run_of(override, f"trainer.resume_from={leave(tmp_path / 'other')}", "trainer.dry_run=true"), tmp_path, []
     )
+
+
+@pytest.mark.parametrize("setting", ["init_from", "trainer.resume_from"])
+def test_a_run_with_a_checkpoint_of_its_own_goes_on_without_the_one_that_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    run, folder = run_of(f"{setting}=gone"), leave(tmp_path / "run", f"{setting}=gone")
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(processes, "run", lambda *arguments: started.append(arguments))
+    launch_training(run, folder, [])
+    assert len(started) == 1
+    with build_tracker(run, folder, [], enabled=False):
+        assert f"error: {setting} is gone, which has no checkpoint" in fail(run, tmp_path / "other", capsys)
 
 
 def test_a_run_that_would_end_at_once_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
     """
     goes_on_from = None
     if run.trainer.resume_from is not None:
-        goes_on_from = choose_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
+        with suppress(ConfigError):  # it is gone, and this run resumes from a checkpoint of its own
+            goes_on_from = choose_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
     return Tracker(
         folder,
         enabled=enabled,

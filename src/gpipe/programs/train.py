@@ -37,9 +37,10 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
     """
     with report_errors(debug=run.launch.debug):
         if (run.trainer.resume_from, run.init_from) != (None, None):
-            from gpipe.programs.chosen_checkpoint import check_checkpoints
+            from gpipe.programs.chosen_checkpoint import check_checkpoints, newest_manifest
 
-            check_checkpoints(run)
+            if newest_manifest(folder) is None:  # a run with checkpoints of its own needs no other's
+                check_checkpoints(run)
         if run.trainer.dry_run:
             _print_plan(run)
             return
