@@ -13,6 +13,7 @@ from gpipe.training.tracking import Tracker
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import TORCHRUN, run_program
 from tests.training.small_run import SmallRun, small_run, small_trainer
+from tests.training.test_trainer import Replacing, read_log
 from tests.training.train_and_save import train
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,23 @@ def test_replicas_write_once(tmp_path: Path, processes: ProcessPool) -> None:
     names = {file.name for file in latest(tmp_path).glob("weights-*")}
     assert names == {"weights-0.safetensors", "weights-1.safetensors"}
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.startswith(".")] == []
+
+
+def evaluate_replaced(rank: int, folder: Path) -> None:
+    """Train with two replicas; the second one gets the evaluation's mini-batch whose images were replaced."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    sets = {"test": Replacing(15, 4, shuffle=False)}
+    trainer = small_trainer(folder, (6,), mesh=mesh, tracker=tracker, evaluation_loaders=sets, max_steps=1)
+    trainer.train()
+    trainer.pipeline.close()
+
+
+def test_examples_that_any_replica_replaced_in_an_evaluation_are_counted(
+    tmp_path: Path, processes: ProcessPool
+) -> None:
+    processes.run(2, evaluate_replaced, tmp_path)
+    assert [line["test/replaced_examples"] for line in read_log(tmp_path) if "test/loss" in line] == [2]
 
 
 @pytest.mark.reliability

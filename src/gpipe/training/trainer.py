@@ -477,7 +477,7 @@ class Trainer:
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
-            if num_replaced := self.evaluation_loaders[name].num_replaced:
+            if num_replaced := sum(self.pipeline.job.gather_all(self.evaluation_loaders[name].num_replaced)):
                 values[f"{name}/replaced_{self.examples}"] = num_replaced
             self._tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
