@@ -25,6 +25,7 @@ from gpipe.programs.train import launch_training
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import start
 from gpipe.records import read_records
+from tests.programs.test_other_training import full_disk
 from tests.programs.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 from tests.support.program_server import run_program
 
@@ -160,6 +161,17 @@ def test_a_file_that_was_written_is_told_beside_the_translations(run: Path, tmp_
         assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote {count} to {output}\n")
 
 
+def test_a_full_disk_is_said_and_leaves_an_earlier_file_as_it_is(translate: Translate, tmp_path: Path) -> None:
+    output = tmp_path / "english.txt"
+    output.write_text("earlier")
+    words = ("text=Alle Menschen sind frei.", "beam=1")
+    translate(*words)  # imports fairseq, which needs a disk
+    with full_disk():
+        said = translate(*words, f"output={output}")
+    assert said.startswith(f"error: {output} cannot be written (File too large): make room there, or raise the limit")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -180,6 +192,10 @@ def test_a_file_that_was_written_is_told_beside_the_translations(run: Path, tmp_
         ),
         (["file=nowhere.txt"], "nowhere.txt cannot be read (No such file or directory): set file=<a text file>."),
         (["text=Hallo", "output=nowhere/a.txt"], "output is nowhere/a.txt, in nowhere, which does not exist, expected"),
+        (
+            ["text=Hallo", "output=/dev/null"],
+            "output is /dev/null, a device or a pipe, expected a file in a",
+        ),
         (["text=Hallo", "beam=0"], "beam is 0, expected 1 or more: set beam=... accordingly."),
         (
             ["text=Hallo", "beam=5000"],

@@ -14,6 +14,7 @@ from gpipe.config.translate import TranslateConfig
 from gpipe.data import Tokenizer
 from gpipe.data.text.tokenizer import clean_line
 from gpipe.decoding.beam_search import BeamSearch
+from gpipe.durable_files import write_flushed
 from gpipe.launch.errors import report_errors
 from gpipe.programs.trained import TrainedModel, open_trained
 
@@ -44,7 +45,7 @@ def start(settings: TranslateConfig) -> None:
         if output is None:
             print(text, end="", flush=True)
         else:
-            output.write_text(text, encoding="utf-8")
+            write_flushed(output, text)
             lines_in_words = "1 line" if len(translated) == 1 else f"{len(translated)} lines"
             print(f"wrote {lines_in_words} to {output}", file=sys.stderr)
 
@@ -130,8 +131,13 @@ def _encode(tokenizer: Tokenizer, lines: Sequence[str], settings: TranslateConfi
 
 def check_output(name: str, value: str | None) -> Path | None:
     """Return the file that a setting names; refuse, before the work, a place where no file can be written."""
-    path = None if value is None else Path(value)
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "a folder" if path.is_dir() else f"in {path.parent}, which does not exist"
-        raise ConfigError(f"{name} is {value}, {what}, expected a file in a folder that exists: name another.")
-    return path
+    if value is None:
+        return None
+    path = Path(value)
+    if not path.parent.is_dir():
+        what = f"in {path.parent}, which does not exist"
+    elif path.exists() and not path.is_file():  # it would be replaced
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+    else:
+        return path
+    raise ConfigError(f"{name} is {value}, {what}, expected a file in a folder that exists: name another.")
