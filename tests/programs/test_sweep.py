@@ -226,6 +226,15 @@ def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.Ca
     assert said.out.startswith("\njob: ") and "error: trainer.batch_size is 0" in said.err
 
 
+def test_the_name_of_a_file_that_is_not_utf8_stands_in_the_reason(folder: Path) -> None:
+    def check() -> RunConfig:
+        raise ValueError(os.fsdecode(b"caf\xe9 cannot be read"))
+
+    assert run_job(folder, OVERRIDES, "digits", check, Training()) == -math.inf
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", "caf\\udce9 cannot be read")
+    summarize(folder.parent, read_jobs(folder.parent))
+
+
 def test_the_table_shows_what_differs_in_the_order_of_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

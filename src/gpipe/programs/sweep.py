@@ -90,7 +90,7 @@ def _run_held_job(
         write_outcome(folder, make_outcome("not run", reason="data missing"))
         return _WORST
     except Exception as error:  # noqa: BLE001 - any error ends this job alone
-        reason = redact(str(error))
+        reason = redact(str(error)).encode(errors="backslashreplace").decode()  # a file's name may not be UTF-8
         print(f"\njob: {label}", flush=True)
         print(f"error: {reason}", file=sys.stderr, flush=True)
         write_outcome(folder, make_outcome("failed", reason=reason))
