@@ -322,6 +322,17 @@ def test_tensorboard_keeps_the_last_step_of_a_run_whose_next_session_only_tells_
     assert [(event.step, event.value) for event in events.Scalars("test/top1")] == [(2, 0.5)]
 
 
+def test_an_evaluation_on_the_training_set_has_curves_of_its_own(tmp_path: Path) -> None:
+    with Tracker(tmp_path, mode="tensorboard") as tracker:
+        tracker.log({"step": 1, "loss": 2.0})
+        tracker.log({"step": 1, "train/loss": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [2.0]
+    assert [event.value for event in events.Scalars("train_set/loss")] == [1.0]
+    assert read_lines(tmp_path)[1] == {"step": 1, "train/loss": 1.0}
+
+
 def test_online_without_a_key_is_refused_with_the_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

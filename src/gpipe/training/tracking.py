@@ -47,8 +47,9 @@ class Mirror(Protocol):
 class Tracker:
     """Appends each log entry to `folder/metrics.jsonl` at once, as one line of JSON, and mirrors it to another program.
 
-    In the mirror, the figures of training are called "train/<figure>". The mirror never ends a run: if it fails for any
-    reason, the run continues without it, after one warning on stderr and a line {"step", "tracking_lost": <reason>}.
+    In the mirror, the figures of training are called "train/<figure>", and those of an evaluation set called "train"
+    "train_set/<figure>". The mirror never ends a run: if it fails for any reason, the run continues without it, after
+    one warning on stderr and a line {"step", "tracking_lost": <reason>}.
 
     Use it in a `with` statement, so that a run that fails is closed as failed. With `enabled` False, as on all
     processes but one, calls do nothing.
@@ -251,8 +252,13 @@ def _read_run_id(folder: Path | None) -> str | None:
 
 
 def _name_in_mirror(key: str) -> str:
-    """Return a figure's name in a mirror; an evaluation's figures have the name of their set already."""
-    return key if "/" in key or key == "epoch" else f"train/{key}"
+    """Return a figure's name in a mirror; an evaluation's figures have the name of their set already.
+
+    Those of a set called "train" must not continue the curves of training.
+    """
+    if "/" in key or key == "epoch":
+        return f"train_set{key.removeprefix('train')}" if key.startswith("train/") else key
+    return f"train/{key}"
 
 
 def _open_mirror(
