@@ -64,6 +64,20 @@ def test_the_warm_up_is_tensorflows_but_for_the_initial_weights() -> None:
         assert ema.state()["layers.3.bias"].item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_tensors_that_a_layer_has_under_two_names_are_averaged_once() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    layer[1].weight = layer[0].weight
+    layer.append(layer[2])
+    layers = layers_of(layer)
+    ema = Ema(layers, decay=0.75)
+    for step, value in enumerate((3.0, -2.0, 5.0), start=1):
+        change(layers, value)
+        ema.update(step)
+    state = ema.state()
+    for name in ("0.weight", "1.weight", "1.bias", "2.running_var", "3.running_var"):
+        assert state[f"layers.3.{name}"].unique().item() == pytest.approx(average(0.75, [3.0, -2.0, 5.0])), name
+
+
 def test_names_are_those_of_the_layers() -> None:
     layers = layers_of(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert list(Ema(layers).state()) == list(layers.state_dict(prefix="layers."))

@@ -78,3 +78,7 @@ class _Named(nn.Module):
         device = next((tensor.device for tensor in layers.state_dict().values()), torch.device("cpu"))
         self._anchor = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
         self.layers = layers
+
+    def state_dict(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """Return each tensor once: timm would average one that a layer has under two names twice per step."""
+        return {id(tensor): tensor for tensor in super().state_dict(keep_vars=True).values()}
