@@ -451,6 +451,14 @@ def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, v
         replace(small_trainer(tmp_path), **{name: value})
 
 
+@pytest.mark.parametrize("name", ["train_loader", "test"])
+def test_a_loader_without_mini_batches_is_refused(tmp_path: Path, name: str) -> None:
+    empty = RandomImages(0, shuffle=False)
+    loaders = {name: empty} if name == "train_loader" else {"evaluation_loaders": {name: empty}}
+    with pytest.raises(ValueError, match=f"^{name} has 0 mini-batches, expected 1 or more: check its data"):
+        small_trainer(tmp_path, **loaders)
+
+
 def test_a_folder_may_be_text(tmp_path: Path) -> None:
     trainer = replace(small_trainer(tmp_path), checkpoint_folder=str(tmp_path / "text"))
     trainer.train()

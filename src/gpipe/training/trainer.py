@@ -150,6 +150,8 @@ class Trainer:
                     f"{name} is of type {type(loader).__name__}, which cannot resume within an epoch: give a "
                     "gpipe.data.DatasetLoader of its data set, or what gpipe.training.loader.Loader describes."
                 )
+            if len(loader) == 0:
+                raise ValueError(f"{name} has 0 mini-batches, expected 1 or more: check its data and its batch size.")
         if self.checkpoint_folder is not None:
             self.checkpoint_folder = Path(self.checkpoint_folder)
         self._epoch, self._batch, self._totals = 0, 0, Totals()
