@@ -175,6 +175,9 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
         {"train.csv": 'path,label\n3.png,a\n2.png,"b\nc"\n'}, 0.5, r"image 2, has the label 'b\\nc', expected one line",
     ),
     "a missing value": ({"train.csv": "path,label\n3.png\n"}, 0.5, r"line 2 has 1 values for 2 columns"),
+    "a missing value behind lines of other rows": (
+        {"train.csv": '\n\npath,label\n"3\n.png",a\n\n2.png\n'}, 0.5, r"line 7 has 1 values for 2 columns",
+    ),
     "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),
     "two tables": ({"train.csv": GOOD, "train.parquet": ""}, 0.5, r"has both train.csv and train.parquet: remove one"),
@@ -196,6 +199,11 @@ def test_a_table_that_does_not_fit_is_refused_in_a_sentence(root: Path, case: st
 def test_a_folder_without_a_table_is_said_with_what_is_expected(root: Path) -> None:
     with pytest.raises(DataMissing, match=r"train\.csv    or \.parquet"):
         check_image_set("image_table", root)
+
+
+def test_blank_lines_are_skipped(root: Path) -> None:
+    (root / "train.csv").write_text("\n\n" + GOOD.replace("\n", "\n\n"))
+    assert count_classes("image_table", root) == 2
 
 
 def test_labels_of_one_kind_stay_numbers(root: Path) -> None:

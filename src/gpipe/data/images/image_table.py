@@ -3,7 +3,7 @@
 import csv
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
@@ -200,14 +200,12 @@ def _is_missing(value: Any) -> bool:
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
-            rows: Iterator[list[str]] = csv.reader(stream, strict=True)
-            header = next(rows, [])
-            columns: dict[str, list[Any]] = {name.strip(): [] for name in header}
-            for number, row in enumerate(rows, start=2):
+            reader = csv.reader(stream, strict=True)
+            rows = filter(None, reader)  # without blank lines
+            columns: dict[str, list[Any]] = {name.strip(): [] for name in next(rows, [])}
+            for row in rows:
                 if len(row) != len(columns):
-                    if not row:
-                        continue
-                    raise ValueError(f"line {number} has {len(row)} values for {len(columns)} columns")
+                    raise ValueError(f"line {reader.line_num} has {len(row)} values for {len(columns)} columns")
                 for name, value in zip(columns, row, strict=True):
                     columns[name].append(value.strip())
     except (ValueError, csv.Error) as error:  # UnicodeDecodeError is a ValueError
