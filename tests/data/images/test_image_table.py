@@ -224,6 +224,10 @@ def test_labels_of_one_kind_stay_numbers(root: Path) -> None:
             r"image 2, has the path '3.png' and the labels \[\]: ",
         ),
         ({"path": ["2.png", "3.png"], "label": ["a", None]}, r"image 2, has the path '3.png' and the labels \[\]: "),
+        (
+            {"path": ["2.png", "3.png"], "label": [["a"], ["b", "c"]]},
+            r"image 1, has the label \['a'\], expected one word or number: ",
+        ),
         ({"path": [None, "3.png"], "label": ["a", "b"]}, r"image 1, has the path '' and the labels \['a'\]: "),
         ({"path": [None, "3.png"], "labels": [["a"], ["b"]]}, r"image 1, has the path '' and the labels \['a'\]: "),
     ],

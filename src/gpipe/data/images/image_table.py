@@ -170,6 +170,11 @@ def _read(path: Path, _changed: int) -> _Table:
                 f"{path}, image {row}, has the labels {value!r}, expected a list, or words separated by {SEPARATOR}: "
                 "correct it, or call the column label if each image has one."
             )
+        if not has_several and isinstance(value, list | dict | bytes):
+            raise ValueError(
+                f"{path}, image {row}, has the label {value!r}, expected one word or number: correct it, or call the "
+                "column labels if an image has a list of them."
+            )
     names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
     labels = [_split(value, has_several) for value in columns[own[0]]]
     for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
