@@ -17,6 +17,9 @@ Key = tuple[str, int, int]
 MICROBATCH_SIZE = 4
 EQUAL_BATCH_SIZE = 128
 _EXPERIMENTS = {"amoebanet": "table2_amoebanet_d", "transformer_lm": "table2_transformer_lm"}
+SLOW_LINKS = "table3_slow_links"
+# What its page adds to the commands of Table 2: the paper's P100s have no units for bfloat16.
+_SLOW_LINKS = {"amoebanet": "model.num_filters=128", "transformer_lm": "model.num_layers=24"}
 
 
 def key_of(row: Mapping[str, str]) -> Key:
@@ -109,6 +112,8 @@ def held_against(paper: Paper) -> Differences:
         num_stages, num_microbatches = tuple(cell) if tuple(cell) in cells[family] else cells[family][0]
         command = [f"+experiment={_EXPERIMENTS[family]}"]
         command += [f"pipeline.num_stages={num_stages}", f"pipeline.num_microbatches={num_microbatches}"]
+        if run.experiment == SLOW_LINKS:
+            command += [f"name={SLOW_LINKS}", _SLOW_LINKS[family], "trainer.autocast=none"]
         if _has_batch(run, "equal"):
             command.append(f"trainer.batch_size={EQUAL_BATCH_SIZE}")
         return settings_that_differ(run, command, launched_alike=True)

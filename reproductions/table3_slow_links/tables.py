@@ -4,25 +4,33 @@ from collections.abc import Sequence
 
 from gpipe.records import Record
 from reproductions.claims import Claim
+from reproductions.paper_scale import other_settings
 from reproductions.speed_ups import (
+    SLOW_LINKS,
     beside_paper,
     breakdown,
     cells_claim,
     figures,
     find_grid,
     grid_run,
+    held_against,
     partitions,
     with_batch,
 )
 from reproductions.table import Paper
 
 GRID = "table3_slow_links_grid"
-PAPER_SCALE = "table3_slow_links"
+PAPER_SCALE = SLOW_LINKS
 
 
 def table3(records: Sequence[Record], paper: Paper) -> str:
     """Return the paper's speed-ups beside ours, with the largest micro-batches that fit."""
     return beside_paper(records, paper, GRID, {})
+
+
+def table3_other_settings(records: Sequence[Record], paper: Paper) -> str:
+    """Return the runs with the paper-scale name but other settings."""
+    return other_settings(records, [PAPER_SCALE], held_against(paper))
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
@@ -62,6 +70,7 @@ def table3_planned_run(records: Sequence[Record]) -> str:
 
 TABLES = (
     table3,
+    table3_other_settings,
     table3_fixed,
     table3_breakdown,
     table3_partitions,

@@ -1,7 +1,10 @@
 """Table 3: speed-ups over K = 2."""
 
 from gpipe.records import Record, make_record
-from reproductions.table3_slow_links.tables import GRID, table3, table3_fixed
+from reproductions import ROOT
+from reproductions.pages import read_paper
+from reproductions.table3_slow_links.tables import GRID, table3, table3_fixed, table3_other_settings
+from tests.reproductions.paper_scale_records import composed
 
 PAPER = [
     {"model": "transformer_lm", "title": "T", "num_stages": k, "num_microbatches": "32", "speed_up": speed_up}
@@ -32,3 +35,19 @@ def test_speed_ups_are_over_two_stages() -> None:
 def test_what_nobody_measured_is_not_run() -> None:
     found = cells(table3_fixed([grid("simulated", "fixed", 5.0, 9.0, 15.0)], PAPER))
     assert [line[4:] for line in found] == [["", "1.00", "not run"], ["", "1.80", "not run"], ["", "3.00", "not run"]]
+
+
+def test_runs_of_the_pages_commands_count_and_others_stand_among_other_settings() -> None:
+    paper = read_paper(ROOT / "reproductions" / "table3_slow_links")
+    shared = "name=table3_slow_links", "pipeline.num_microbatches=32", "trainer.autocast=none"
+    models = ("table2_amoebanet_d", "model.num_filters=128"), ("table2_transformer_lm", "model.num_layers=24")
+    runs = [
+        composed(f"+experiment={name}", size, *shared, f"pipeline.num_stages={k}", examples_per_second=10.0 * k)
+        for name, size in models
+        for k in (2, 4)
+    ]
+    assert [line[-1] for line in cells(table3_fixed(runs, paper))] == ["1.00", "2.00", "not run"] * 2
+    assert table3_other_settings(runs, paper) == "Other settings under a paper-scale name: no run.\n"
+    narrow = composed("+experiment=table2_amoebanet_d", "model.num_filters=64", *shared)
+    (row,) = cells(table3_other_settings([narrow], paper))
+    assert row[-1] == "model.num_filters: 64 (paper scale: 128)"
