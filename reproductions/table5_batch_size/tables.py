@@ -201,7 +201,9 @@ def _held_against(paper: Paper) -> Differences:
 
     def differences(run: Record) -> list[str]:
         size = min(sizes, key=lambda size: abs(size - run.config["trainer"]["batch_size"]))
-        return paper_scale.differences(run, [f"+experiment={PAPER_SCALE}", f"trainer.batch_size={size}"])
+        words = [f"+experiment={PAPER_SCALE}", f"trainer.batch_size={size}"]
+        replicas = run.config.get("launch", {}).get("num_replicas", 1)  # M depends on their number
+        return paper_scale.differences(run, [*words, f"launch.num_replicas={replicas}"])
 
     return differences
 

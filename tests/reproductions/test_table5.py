@@ -1,5 +1,7 @@
 """Table 5: the paper's numbers beside ours, and whether larger mini-batches are better."""
 
+import pytest
+
 from reproductions.table5_batch_size.tables import (
     EXAMPLES,
     LAPTOP,
@@ -20,9 +22,11 @@ PAPER = [
 ]
 
 
-def test_the_papers_numbers_stand_beside_ours_or_not_run() -> None:
+@pytest.mark.parametrize("num_replicas", [1, 8])
+def test_the_papers_numbers_stand_beside_ours_or_not_run(num_replicas: int) -> None:
     figures = {"evaluation": {"valid": {"loss": 2.5}}}
-    run = composed(f"+experiment={PAPER_SCALE}", "trainer.batch_size=1000000", **figures)
+    sizes = "trainer.batch_size=1000000", f"launch.num_replicas={num_replicas}"
+    run = composed(f"+experiment={PAPER_SCALE}", *sizes, **figures)
     small = trained(LAPTOP, 0, {}, loss=2.5, batch_size=260_000)
     rows = cells(table5([run, small, scored(run, {"de": 60.0}, {"de": 1})], PAPER))
     assert rows == [
