@@ -80,7 +80,7 @@ show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} dat
 
 # %% [markdown]
 # "Deviation" is the sample standard deviation over the runs. Each verdict follows from [the stated
-# test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap, over runs and test images, of how far our
+# test](../reproductions/README.md#the-test-behind-a-verdict): an interval, over runs and test images, of how far our
 # accuracy is above the paper's minus half a point.
 #
 # These two commands do the missing runs, the second one all seven transfers with five seeds each. Section 5 shows

@@ -87,6 +87,18 @@ def test_runs_that_differ_widen_the_interval_of_an_accuracy() -> None:
     assert alike.verdict == "reproduced" and apart.verdict == "no difference found"
 
 
+@pytest.mark.parametrize("num_runs", [2, 5, 10])
+def test_more_runs_do_not_average_out_the_chance_in_the_test_images_that_they_share(num_runs: int) -> None:
+    random = np.random.RandomState(1)
+    num_experiments, num_images, decided = 500, 500, 0
+    for _ in range(num_experiments):
+        chances = random.beta(0.225, 0.025, num_images)  # most images are right in nearly all runs, or in none
+        accuracies = (random.rand(num_runs, num_images) < chances).mean(axis=1)
+        found = over_runs_and_images(accuracies.tolist(), num_images, 0.9)
+        decided += found is not None and found.verdict != "no difference found"
+    assert decided / num_experiments <= 0.05 + 3 * sqrt(0.05 * 0.95 / num_experiments)
+
+
 @pytest.mark.parametrize(
     ("intervals", "said"),
     [
