@@ -137,6 +137,17 @@ def test_searches_for_a_rate_at_which_depth_fails_are_one_claim() -> None:
     assert re.findall(r"rate (\S+),.*?: (\w+)", claim.verdict) == [("0.25", "reproduced"), ("0.5", "contradicted")]
 
 
+def test_trainings_that_all_diverge_without_the_measures_are_no_test_and_not_said_to_be_not_run() -> None:
+    lost = {"evaluation": {}, "failure": "the loss of step 12 is nan"}
+    records = [
+        deep(seed, course(8.0, 4.0), **way) for seed in range(2) for way in ({}, {"scaled": False, "limit": None, **lost})
+    ]
+    paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
+    (claim,) = claims(records, paper)
+    assert claim.measured == "with both: 2 of 2 trained; with neither: 2 of 2 diverged after step 20"
+    assert claim.verdict == "no test: no seed ended both with the measures and without them"
+
+
 def test_outcomes_are_counted_by_how_many_measures_a_training_has() -> None:
     ways = [(True, 20.0), (True, None), (False, 20.0), (False, None)]
     records = [
