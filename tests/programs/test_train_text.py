@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ def test_transformers_loads_what_was_trained_and_answers_alike(
     assert [path.name for path in other.parent.iterdir()] == ["config.json"]
     assert type(model).__name__ == "GPT2LMHeadModel"
     checkpoint = find_checkpoint(trained)
+    assert checkpoint is not None
+    for place, name in ((checkpoint.parent, "latest"), (checkpoint, "."), (checkpoint, f"../{checkpoint.name}")):
+        with chdir(place):
+            relative = tmp_path / f"{place.name}{len(name)}" / "model.safetensors"
+            assert checkpoint_program(["export", name, "--output", str(relative)]) == 0
+        assert (relative.parent / "config.json").read_bytes() == (output.parent / "config.json").read_bytes()
     layers = build_layers(from_plain(Manifest.read(checkpoint).config))
     load_layers(checkpoint, layers)
     tokens = torch.randint(4, 4000, (2, 12))

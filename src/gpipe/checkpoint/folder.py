@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: list them, find the latest and the best, and delete old ones."""
 
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -45,6 +46,8 @@ def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
             of runs, from which `find_run` chooses one.
         prefer_best: take a run's best checkpoint, if there is one, instead of its latest.
     """
+    if len(path.parts) < 2 or ".." in path.parts:  # the run's folder is looked for two folders up
+        path = Path(os.path.normpath(path.absolute()))
     if path.name in (LATEST, BEST) and path.is_file():
         return _follow(path)
     if (path / MANIFEST).exists():
