@@ -209,6 +209,15 @@ def test_text_that_is_refused_leaves_nothing(root: Path) -> None:
     assert targets(open_text(root)) == expected()
 
 
+def test_text_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_written(root: Path) -> None:
+    path = root / "train.de-en.de"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a file whose first byte cannot be read, not even by root
+    with pytest.raises(ValueError, match=rf"^{path} cannot be read \(Input/output error\): make it readable, or copy"):
+        open_text(root)
+    assert caches(root) == []
+
+
 def test_text_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "train.de-en.de"
     encode = parallel_text.TextEncoder._encode_block

@@ -71,17 +71,24 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), start=1):
-            if len(line) > _LONGEST_LINE:
-                raise ValueError(f"{path}:{number} is longer than 1 MiB: write one sentence per line")
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number} is not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}): "
-                    "convert the file to UTF-8"
-                ) from error
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), start=1):
+                if len(line) > _LONGEST_LINE:
+                    raise ValueError(f"{path}:{number} is longer than 1 MiB: write one sentence per line")
+                yield _decode(line, path, number)
+    except OSError as error:  # the token cache would take it for its own
+        raise ValueError(f"{path} cannot be read ({error.strerror}): make it readable, or copy it again") from error
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}:{number} is not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}): "
+            "convert the file to UTF-8"
+        ) from error
 
 
 def open_text(
