@@ -72,7 +72,7 @@ def test_imagenet_follows_links_in_the_order_of_torchvision(imagenet_root: Path,
 def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: str) -> None:
     (imagenet_root / "train" / "n01443537" / "link").symlink_to(target)
     (imagenet_root / "train" / "n01440764" / "link").symlink_to(target)
-    with pytest.raises(ValueError, match=r"train/n0144\S+ leads to \S+ again, whose images .*; remove the link"):
+    with pytest.raises(ValueError, match=r"train/n0144\S+ leads to \S+ again, whose files .*; remove the link"):
         open_image_set("imagenet", "train", imagenet_root)
 
 

@@ -73,6 +73,17 @@ def test_hidden_files_and_a_byte_order_mark_are_no_text(root: Path) -> None:
     assert read(root, "train") == expected
 
 
+def test_links_are_followed_and_one_that_leads_back_is_refused(root: Path, tmp_path_factory: Any) -> None:
+    alone = tmp_path_factory.mktemp("elsewhere")
+    (root / "deep").rename(alone / "deep")
+    whole = read(root, "train")
+    (root / "linked").symlink_to(alone / "deep")
+    assert len(read(root, "train")) > len(whole)
+    (alone / "deep" / "loop").symlink_to(root)
+    with pytest.raises(ValueError, match=r"loop leads to .* again, whose files would count more than once; remove the"):
+        read(root, "train")
+
+
 def test_a_share_of_train_is_taken_where_there_is_such_a_folder(root: Path) -> None:
     expected = read(root, "train")
     (root / "train").mkdir()

@@ -143,7 +143,7 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
     for label, class_name in enumerate(class_names):
         files = [
             (f"{place}/{file}", is_image(file))
-            for place, files in sorted(_walk(folder, class_name, visited))
+            for place, files in sorted(walk(folder, class_name, visited))
             for file in sorted(files)
             if not is_hidden(file)
         ]
@@ -159,17 +159,25 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
     return names, labels, left_out
 
 
-def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder of a class, relative to `folder`, with its files; `visited` maps true paths to folders.
+def walk(folder: Path, name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield folder/name and each folder in it, relative to `folder`, with its files; follow links.
 
-    Hidden folders are skipped: they have copies of images, which could be in both splits.
+    Hidden folders are skipped: they have copies of files, which could be in both splits.
+
+    Args:
+        folder: what the yielded paths are relative to.
+        name: of a folder in it.
+        visited: maps true paths to folders that were listed, and gets these.
+
+    Raises:
+        ValueError: a folder cannot be listed, or a link leads to one that was listed.
     """
-    for place, folders, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
+    for place, folders, files in os.walk(folder / name, onerror=_refuse_unreadable, followlinks=True):
         folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk enters those that stay
         true_path = os.path.realpath(place)
         if true_path in visited:
             raise ValueError(
-                f"{place} leads to {visited[true_path]} again, whose images would count more than once; remove the link"
+                f"{place} leads to {visited[true_path]} again, whose files would count more than once; remove the link"
             )
         visited[true_path] = place
         yield os.path.relpath(place, folder), files

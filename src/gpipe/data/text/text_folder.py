@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe.data.images.image_set import SPLITS
+from gpipe.data.images.class_folders import walk
+from gpipe.data.images.image_set import SPLITS, is_hidden
 from gpipe.data.location import DataMissing, check_known, find_training_folder
 from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
@@ -82,10 +83,9 @@ def _explain(looked_for: str) -> str:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Yield the text files at any depth, except hidden ones, such as copies that editors make."""
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() == ".txt" and not is_hidden and path.is_file():
-            yield path
+    for place, names in walk(folder, ".", {}) if folder.is_dir() else ():
+        paths = (folder / place / name for name in names if not is_hidden(name))
+        yield from (path for path in paths if path.suffix.lower() == ".txt" and path.is_file())
 
 
 def open_text_folder(
