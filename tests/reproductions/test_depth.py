@@ -138,10 +138,8 @@ def test_searches_for_a_rate_at_which_depth_fails_are_one_claim() -> None:
 
 
 def test_trainings_that_all_diverge_without_the_measures_are_no_test_and_not_said_to_be_not_run() -> None:
-    lost = {"evaluation": {}, "failure": "the loss of step 12 is nan"}
-    records = [
-        deep(seed, course(8.0, 4.0), **way) for seed in range(2) for way in ({}, {"scaled": False, "limit": None, **lost})
-    ]
+    lost = {"scaled": False, "limit": None, "evaluation": {}, "failure": "the loss of step 12 is nan"}
+    records = [deep(seed, course(8.0, 4.0), **way) for seed in range(2) for way in ({}, lost)]
     paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
     (claim,) = claims(records, paper)
     assert claim.measured == "with both: 2 of 2 trained; with neither: 2 of 2 diverged after step 20"

@@ -118,11 +118,11 @@ class ImagesConfig(DataConfig):
         )
         share = self.center_crop
         require(share is None or 0 < share <= 1, "data.center_crop", share, "a share of the side in (0, 1], or null")
-        for name, values, least in (("mean", self.mean, "[0"), ("std", self.std, "(0")):
-            inside = all(0 <= value <= 1 and (value > 0 or least == "[0") for value in values or ())
+        for name, values, span in (("mean", self.mean, "[0, 1]"), ("std", self.std, "(0, 1]")):
+            inside = all(0 <= value <= 1 and (value > 0 or name == "mean") for value in values or ())
             fits = values is None or (inside and len(values) == self.channels)
             require(
-                fits, f"data.{name}", values, f"a number in {least}, 1] for each of data.channels={self.channels}, or null"
+                fits, f"data.{name}", values, f"a number in {span} for each of data.channels={self.channels}, or null"
             )
         within("data.num_workers", self.num_workers, 0, MOST_PROCESSES)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
