@@ -85,6 +85,13 @@ def test_the_largest_image_that_is_decoded_has_pils_limit_of_pixels(files: Image
         files.image(3)
 
 
+def test_a_palette_with_transparency_is_no_reason_for_a_warning_per_image(tmp_path: Path) -> None:
+    image = Image.new("P", (8, 8))
+    image.putpalette([10, 20, 30] * 256)
+    image.save(tmp_path / "a.png", transparency=bytes(256))
+    assert ImageFiles(tmp_path, ["a.png"], [0], ["a"]).image(0).getpixel((0, 0)) == (10, 20, 30)  # warnings are errors
+
+
 @pytest.mark.parametrize("name", ["image.png", "image.tif", "image.pgm"])
 def test_a_grey_image_of_16_bits_has_its_upper_8(tmp_path: Path, name: str) -> None:
     pixels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)

@@ -124,18 +124,14 @@ class ImageFiles:
         """
         path = self.path(index)
         try:
-            with _open(path) as image:
-                return _to_rgb(image)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as advice on palettes with transparency, once per image
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(path, formats=_FORMATS) as image:
+                    return _to_rgb(image)
         except Exception as error:  # PIL's decoders raise OSError, SyntaxError, struct.error and more
             cause = str(error) or type(error).__name__
             raise BrokenImage(f"cannot decode {path}: {cause}; remove or replace it") from error
-
-
-def _open(path: Path) -> Image.Image:
-    """Read an image's header; turn PIL's warning about too many pixels into an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(path, formats=_FORMATS)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
