@@ -49,6 +49,15 @@ def test_fewer_images_are_among_more_and_the_validation_images_are_others_and_al
     assert np.bincount(splits[0][1].labels).tolist() == [4, 4, 4]
 
 
+def test_no_class_is_held_out_as_a_whole() -> None:
+    uneven = numbered([0] * 40 + [1] * 20 + [2] * 3 + [3])
+    train, valid = split_training_images("numbers", uneven, None, 60, seed=0)
+    assert valid is not None and np.bincount(train.labels).tolist() == [1, 1, 1, 1]
+    assert members(train) | members(valid) == set(range(64)) and len(valid) == 60
+    with pytest.raises(ValueError, match=r"data.validation_images is 61, but numbers has 64 training images: lower"):
+        split_training_images("numbers", uneven, 2, 61, seed=0)
+
+
 def test_the_seed_chooses_the_images_and_nothing_else_does() -> None:
     one, again, other = (members(split_training_images("numbers", SET, 6, None, seed)[0]) for seed in (0, 0, 1))
     assert one == again != other

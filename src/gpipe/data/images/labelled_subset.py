@@ -66,7 +66,8 @@ def split_training_images(
     """Return the training images and the validation images; no image is in both.
 
     The validation images are the first of `order_by_class`, so they do not depend on `max_images`; the training images
-    come next, so a smaller set is a subset of a larger one.
+    come next, so a smaller set is a subset of a larger one. The last image of each class stays for training, which
+    would otherwise never see a small class.
 
     Args:
         name: the set's name, for messages.
@@ -85,13 +86,14 @@ def split_training_images(
             f"data.max_images is {max_images} and data.validation_images is {validation_images}, but an image of "
             f"{name} may have several labels: set both to null."
         )
+    order = order_by_class(image_set.labels.astype(np.int64), seed)
+    _, ends = np.unique(image_set.labels[order[::-1]], return_index=True)  # of each class, counted from the end
     num_kept = validation_images or 0
-    if num_kept + (max_images or 1) > len(image_set):
+    if num_kept + max(max_images or 1, len(ends)) > len(order):
         raise ValueError(
             f"data.max_images is {max_images} and data.validation_images is {validation_images}, but {name} has "
             f"{len(image_set):,} training images: lower them."
         )
-    order = order_by_class(image_set.labels.astype(np.int64), seed)
-    end = len(order) if max_images is None else num_kept + max_images
-    train = ImageSubset(image_set, np.sort(order[num_kept:end]))
-    return train, ImageSubset(image_set, np.sort(order[:num_kept])) if validation_images else None
+    kept = np.delete(order, len(order) - 1 - ends)[:num_kept]
+    train = order[~np.isin(order, kept)][:max_images]
+    return ImageSubset(image_set, np.sort(train)), ImageSubset(image_set, np.sort(kept)) if validation_images else None
