@@ -6,6 +6,7 @@ number of the micro-batch, so every event says what it belongs to.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.job.job import Job
@@ -348,3 +350,30 @@ def test_changes_in_place_that_disturb_nothing_are_allowed(
         gradients.append([parameter.grad for parameter in layers.parameters()])
     for found, expected in zip(*gradients, strict=True):
         assert torch.equal(found, expected)
+
+
+class Shift(nn.Module):
+    """Adds a parameter to a view of which autograd passes on the gradient as it is, if there is one example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift.view(1, 3)
+
+
+@pytest.mark.parametrize("partitions", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_gradients_that_autograd_leaves_in_one_memory_do_not_change_each_other(
+    schedule: str, partitions: list[int]
+) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Shift(), Shift(), nn.Linear(3, 3)).double()
+    plain = copy.deepcopy(layers)
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, partitions, 4, schedule=schedule)
+    inputs, targets = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    for _ in range(2):
+        pipeline.train_step((inputs, targets))
+    (2 * F.mse_loss(plain(inputs), targets)).backward()
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-12)

@@ -145,8 +145,8 @@ class Payload:
 
 def _span(tensor: Tensor) -> int:
     """Return how many bytes lie between a tensor's first element and the end of its last."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.nbytes
     return tensor.itemsize * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
 
 

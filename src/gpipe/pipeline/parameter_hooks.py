@@ -33,9 +33,9 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._taken: list[_Taken] = []
 
-    def take(self, parameters: Iterable[Parameter | None]) -> None:
+    def take(self, parameters: Iterable[Parameter]) -> None:
         """Take the hooks of a stage's parameters."""
-        hooked = {p for p in parameters if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks)}
+        hooked = {p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks}
         for parameter in hooked:
             dicts = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
             self._taken.append(_Taken(parameter, dict(dicts[0]), dict(dicts[1]), parameter.grad))

@@ -146,6 +146,10 @@ class WeightGradients:
             for end in ends:
                 yield end.leaf.variable
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the products, from which those of the weights will be made."""
+        return [gradient for _, _, gradient, *_ in self._waiting]
+
     @torch.no_grad()
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:
         """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs.

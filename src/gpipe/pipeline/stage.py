@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
 
 from gpipe.pipeline._compat import AnyBatchNorm, run_backward
 from gpipe.pipeline.autocast import without_autocast
@@ -134,6 +135,7 @@ class Stage:
         self._has_copies = False  # autocast's of this step's weights, with their graphs
         self._buffers = Buffers(self.layers, shared_buffers)
         self._hooks = ParameterHooks()
+        self._without_gradient: list[Parameter] = []  # that have none yet in this step
         self.batch_norms = converted_batch_norms(self.layers.values())
         discard(self.batch_norms)
         self._kept: dict[int, _Kept] = {}
@@ -154,7 +156,9 @@ class Stage:
         self.batch_norms = [norm for norm in norms if isinstance(norm, MicroBatchNorm)]
         if len(self.batch_norms) < len(norms):
             refuse_unconverted(nn.ModuleDict({str(i): layer for i, layer in self.layers.items()}))
-        self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
+        own = [p for module in chain(*modules.values()) for p in module._parameters.values() if p is not None]
+        self._hooks.take(own)
+        self._without_gradient = [parameter for parameter in own if parameter.grad is None]
         self._draws_only_from_torch = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
         self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
@@ -265,6 +269,8 @@ class Stage:
         )
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
+        held = [*kept.gradients, *(gradients.tensors if gradients is not None else ())]
+        self._separate_gradients(micro_batch, held + self._waiting[micro_batch].gradients() if splits else held)
         found = iter(kept.gradients if self.graphs is None else map(_copy, kept.gradients))
         if self.graphs is not None:
             self.graphs.release(micro_batch)
@@ -277,6 +283,25 @@ class Stage:
         waiting = self._waiting.pop(micro_batch)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             waiting.compute(self.current_layer.note)
+        self._separate_gradients(micro_batch, [])
+
+    def _separate_gradients(self, micro_batch: int, held: Sequence[Tensor | None]) -> None:
+        """Give new gradients of parameters memory of their own, as later ones are added to them in place.
+
+        If a layer uses a parameter through a view, autograd may leave its gradient in the memory of another one.
+
+        held: gradients that something else reads later.
+        """
+        made = [(p, p.grad) for p in self._without_gradient if p.grad is not None and p.grad.layout is torch.strided]
+        # The averages of the last ones are in memory of their own.
+        if not made or (self.averaging is not None and micro_batch == self._final_micro_batch):
+            return
+        self._without_gradient = [parameter for parameter in self._without_gradient if parameter.grad is None]
+        found = Payload([*(own for _, own in made), *(other for other in held if other is not None)], None, [])
+        found.find_shared(found)
+        for (parameter, own), is_shared in zip(made, found.shared, strict=False):
+            if is_shared:
+                parameter.grad = own.clone()
 
     def finish_gradients(self, micro_batch: int) -> None:
         """Start averaging the remaining gradients over the replicas, if this micro-batch's were the last."""
