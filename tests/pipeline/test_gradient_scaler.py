@@ -165,6 +165,13 @@ def test_a_scaler_goes_on_from_its_state() -> None:
         assert (scaler.scale, scaler.state_dict()) == (8.0, {"scale": 8.0, "num_steps": 0, "num_skipped": 1})
 
 
+def test_a_scaler_that_goes_on_with_a_shorter_interval_rises() -> None:
+    scaler = gpipe.GradientScaler(growth_interval=3)
+    scaler.load_state_dict({"scale": 8.0, "num_steps": 5})
+    scaler.update(is_skipped=False)
+    assert scaler.state_dict() == {"scale": 16.0, "num_steps": 0, "num_skipped": 0}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -85,7 +85,7 @@ class GradientScaler:
                     "gradients are still not finite; find the first number that is not with "
                     "Pipeline.first_non_finite, or train without a scaler"
                 )
-        elif self._num_steps == self._growth_interval:
+        elif self._num_steps >= self._growth_interval:
             self.scale, self._num_steps = min(self.scale * self._growth_factor, 2.0**126), 0
 
     def state_dict(self) -> dict[str, Any]:
