@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule
+from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule, Task
 from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule, plan_tasks
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
@@ -72,7 +72,9 @@ def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, mes
         choose_schedule(lambda *_: schedule, 2, 2, ALWAYS, 1)
 
 
-@pytest.mark.parametrize("returned", [None, 3, ["F0 B0", "F0 B0"], [None, None], [[("forward", 0, 0)], []]])
+@pytest.mark.parametrize(
+    "returned", [None, 3, ["F0 B0", "F0 B0"], [None, None], [[("forward", 0, 0)], []], [[Task("forward", 0, 0)], []]]
+)
 def test_what_is_no_schedule_is_refused(returned: object) -> None:
     with pytest.raises(TypeError, match=r"^the schedule returned .{1,80}; it must be a list with a list of tasks "):
         choose_schedule(lambda *_: returned, 2, 2, ALWAYS, 1)

@@ -120,10 +120,13 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
     """
     num_devices = num_stages // stages_per_device
     rows = schedule if isinstance(schedule, Sequence) else [None]
-    if not all(isinstance(own, Sequence) and all(isinstance(task, Task) for task in own) for own in rows):
+    if not all(
+        isinstance(own, Sequence) and all(isinstance(task, Task) and isinstance(task.kind, Kind) for task in own)
+        for own in rows
+    ):
         raise TypeError(
             f"the schedule returned {schedule!r:.80}; it must be a list with a list of tasks "
-            "(gpipe.pipeline.schedule.Task) per device"
+            "(gpipe.pipeline.schedule.Task, with a Kind) per device"
         )
     if len(schedule) != num_devices:
         raise ValueError(f"the schedule has the tasks of {len(schedule)} devices; {num_devices} were expected")
