@@ -25,10 +25,10 @@ class Scale(nn.Module):
 class Table(nn.Module):
     """Fills its parameter but forgets its buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("table", torch.arange(4).to(dtype))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -133,9 +133,10 @@ def test_a_module_that_cannot_fill_its_tensors_is_named() -> None:
         materialize(layer, 5, 0, CPU)
 
 
-def test_a_tensor_that_reset_parameters_forgets_is_named() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.uint8, torch.bool])
+def test_a_tensor_that_reset_parameters_forgets_is_named(dtype: torch.dtype) -> None:
     with torch.device("meta"):
-        layer = nn.Sequential(Table())
+        layer = nn.Sequential(Table(dtype))
     with pytest.raises(ValueError, match=r"^layers\.2\.0\.table was .* and no reset_parameters\(\) filled it;"):
         materialize(layer, 2, 0, CPU)
 
@@ -154,3 +155,17 @@ def test_a_module_that_cannot_fill_its_whole_numbers_is_named() -> None:
         layer[1].register_buffer("count", torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^layers.3.1 \(Module\) was described on the meta device and has no reset_p"):
         materialize(layer, 3, 0, CPU)
+
+
+class Filled(Table):
+    """Fills its buffer with the largest whole numbers."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.table.fill_(torch.iinfo(self.table.dtype).max)
+
+
+def test_whole_numbers_may_be_the_largest() -> None:
+    with torch.device("meta"):
+        layer = Filled(torch.int64)
+    assert materialize(layer, 0, 0, CPU).table.tolist() == [2**63 - 1] * 4

@@ -47,8 +47,7 @@ def materialize(
         _to_empty(layer)
         with preserved_generators([_CPU]), torch.no_grad():
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
-                if tensor.is_floating_point():
-                    tensor.fill_(math.nan)  # so that a tensor that nothing fills is noticed
+                tensor.fill_(_find_mark(tensor))
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
             values = {layer.get_parameter(key): value for key, value in (given or {}).items()}
             _reset(layer, name, values)
@@ -106,9 +105,19 @@ def _refuse_partly_meta(layer: nn.Module, name: str) -> None:
             )
 
 
+def _find_mark(tensor: Tensor) -> float:
+    """Return a number by which a tensor that nothing fills is noticed."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return math.nan
+    return True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+
+
 def _refuse_unfilled(layer: nn.Module, name: str) -> None:
     for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
-        if bool(tensor.isnan().any()):
+        mark = _find_mark(tensor)
+        # Whole numbers may be the mark by intention; then they have been written once more.
+        is_whole = not math.isnan(mark) and tensor._version == 1 and tensor.numel() > 0
+        if bool((tensor == mark).all()) if is_whole else bool(tensor.isnan().any()):
             raise ValueError(
                 f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; let that of "
                 "its module fill it, or build the model on the CPU"
