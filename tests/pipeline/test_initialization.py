@@ -141,6 +141,21 @@ def test_a_tensor_that_reset_parameters_forgets_is_named(dtype: torch.dtype) -> 
         materialize(layer, 2, 0, CPU)
 
 
+class Angles(Table):
+    """Fills its buffer with a tensor that it makes."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.table.copy_(torch.arange(4.0))
+
+
+def test_a_pipeline_may_be_made_where_new_tensors_are_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(Angles(torch.float32))
+        pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, [1])
+    assert pipeline.layers["0"].table.tolist() == [0, 1, 2, 3]
+
+
 def test_a_layer_that_is_partly_filled_is_refused_before_anything_is_lost() -> None:
     layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     value = layer[0].weight.clone()

@@ -45,7 +45,7 @@ def materialize(
         name = f"layers.{index}"
         _refuse_partly_meta(layer, name)
         _to_empty(layer)
-        with preserved_generators([_CPU]), torch.no_grad():
+        with preserved_generators([_CPU]), torch.no_grad(), _CPU:
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 tensor.fill_(_find_mark(tensor))
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
