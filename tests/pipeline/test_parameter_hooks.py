@@ -131,3 +131,23 @@ def test_a_step_that_failed_calls_no_hook_and_loses_no_gradient() -> None:
     fails = False
     pipeline.train_step(batch())
     assert len(calls) == 2
+
+
+def train_with_noise(rank: int, num_replicas: int, partitions: list[int]) -> dict[str, list[float]]:
+    """Train with hooks that add noise to gradients; return these."""
+    num_stages = 1 if num_replicas == 1 else len(partitions)
+    mesh = None
+    if num_replicas * num_stages > 1:
+        mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("replica", "stage"))
+    layers = build()
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, 3, mesh=mesh)
+    for parameter in pipeline.parameters():
+        parameter.register_hook(torch.randn_like)
+    pipeline.train_step(batch())
+    return {name: one.grad.flatten().tolist() for name, one in pipeline.named_parameters()}
+
+
+def test_noise_is_the_same_in_all_replicas_and_for_every_number_of_stages(processes: ProcessPool) -> None:
+    expected = train_with_noise(0, 1, [5])
+    assert train_with_noise(0, 1, [2, 3]) == expected
+    assert processes.run(2, train_with_noise, 2, [5]) == [expected] * 2

@@ -1,11 +1,12 @@
 """Users' hooks of parameters, called once per step with the gradient of the whole mini-batch.
 
-With a gradient scaler they see the scaled gradient, as with torch's.
+With a gradient scaler they see the scaled gradient, as with torch's. They may draw from the global generators, such as
+noise: the numbers are the same in all replicas, and for every number of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ Hooks = dict[Any, Callable[[Tensor], Any]]
 
 
 class _Taken(NamedTuple):
-    """A parameter whose hooks were taken away, and what it had."""
+    """A parameter whose hooks were taken away, its layer's index in the model, and what it had."""
 
+    layer: int
     parameter: Parameter
     on_gradient: Hooks
     after: Hooks
@@ -33,22 +35,30 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._taken: list[_Taken] = []
 
-    def take(self, parameters: Iterable[Parameter]) -> None:
-        """Take the hooks of a stage's parameters."""
-        hooked = {p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks}
-        for parameter in hooked:
+    def take(self, parameters: Mapping[int, Iterable[Parameter]]) -> None:
+        """Take the hooks of a stage's parameters, by layer."""
+        hooked = {
+            p: layer
+            for layer, own in parameters.items()
+            for p in own
+            if p._backward_hooks or p._post_accumulate_grad_hooks
+        }
+        for parameter, layer in hooked.items():
             dicts = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
-            self._taken.append(_Taken(parameter, dict(dicts[0]), dict(dicts[1]), parameter.grad))
+            self._taken.append(_Taken(layer, parameter, dict(dicts[0]), dict(dicts[1]), parameter.grad))
             for hooks in dicts:
                 hooks.clear()
             parameter.grad = None
 
     @torch.no_grad()
-    def call(self) -> None:
-        """Give the hooks back, and call those of the parameters that have a gradient."""
+    def call(self, enter: Callable[[int], None]) -> None:
+        """Give the hooks back, and call those of the parameters that have a gradient; `enter` each layer first."""
         _give_back(self._taken)
+        entered = None
         while self._taken:  # if a hook fails, `give_back` handles the rest
-            parameter, on_gradient, after, before = self._taken.pop()
+            layer, parameter, on_gradient, after, before = self._taken.pop()
+            if layer != entered:
+                enter(entered := layer)
             if (gradient := parameter.grad) is None:
                 parameter.grad = before
                 continue
@@ -64,13 +74,13 @@ class ParameterHooks:
         """Give the hooks back after a step that failed, without calling them."""
         taken, self._taken = self._taken, []
         _give_back(taken)
-        for parameter, _, _, before in taken:
+        for _, parameter, _, _, before in taken:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
 def _give_back(taken: Iterable[_Taken]) -> None:
-    for parameter, on_gradient, after, _ in taken:
+    for _, parameter, on_gradient, after, _ in taken:
         for hooks, kept in ((parameter._backward_hooks, on_gradient), (parameter._post_accumulate_grad_hooks, after)):
             if kept:
                 assert hooks is not None, "torch keeps the dictionary as long as the parameter"

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from gpipe.pipeline.shared.sharding import Sharding
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
+_NO_MICRO_BATCH = -1  # in seeds of what is done once per step, in all replicas alike
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
 
 Loss = Callable[[Any, int], Tensor]
@@ -156,9 +157,12 @@ class Stage:
         self.batch_norms = [norm for norm in norms if isinstance(norm, MicroBatchNorm)]
         if len(self.batch_norms) < len(norms):
             refuse_unconverted(nn.ModuleDict({str(i): layer for i, layer in self.layers.items()}))
-        own = [p for module in chain(*modules.values()) for p in module._parameters.values() if p is not None]
+        own = {
+            i: [p for module in below for p in module._parameters.values() if p is not None]
+            for i, below in modules.items()
+        }
         self._hooks.take(own)
-        self._without_gradient = [parameter for parameter in own if parameter.grad is None]
+        self._without_gradient = [parameter for parameter in chain(*own.values()) if parameter.grad is None]
         self._draws_only_from_torch = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
         self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
@@ -179,7 +183,9 @@ class Stage:
 
     def call_hooks(self) -> None:
         """Call the users' hooks of parameters, once the gradients are those of all replicas."""
-        self._hooks.call()
+        self._hooks.call(
+            lambda index: seed_generators(derive_seed(_NO_MICRO_BATCH, index, state=self._masks), self.device)
+        )
 
     def finish_step(self) -> None:
         """Release what the step held: the loss holds the targets."""
