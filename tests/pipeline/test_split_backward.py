@@ -367,6 +367,38 @@ def test_inputs_that_change_before_the_gradient_of_the_weight_are_refused() -> N
         waiting.compute()
 
 
+def test_a_gradient_that_a_backward_changes_before_that_of_the_weight_is_refused() -> None:
+    class Negated(torch.autograd.Function):
+        @staticmethod
+        def forward(_: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+            return gradient.neg_()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    y = Negated.apply(x) + nn.Linear(3, 3)(x)
+    waiting = run_split_backward([(get_gradient_edge(y), torch.ones(4, 3))])
+    with pytest.raises(
+        RuntimeError, match=r"^the output's gradient of a product, of shape \(4, 3\), was changed in pl"
+    ):
+        waiting.compute()
+
+
+def test_a_hook_of_a_transposed_weight_runs_also_where_there_is_a_gradient_already() -> None:
+    own, plain = (nn.Parameter(torch.full((3, 4), 0.5)) for _ in range(2))
+    for x in torch.randn(2, 5, 4, requires_grad=True):
+        outputs = []
+        for parameter in (own, plain):
+            weight = parameter.t()
+            weight.register_hook(lambda gradient: gradient * 2)
+            outputs.append((x @ weight).sum())
+        run_split_backward([(get_gradient_edge(outputs[0]), None)]).compute()
+        outputs[1].backward()
+        assert torch.equal(own.grad, plain.grad)
+
+
 def test_after_a_step_that_failed_no_gradient_waits() -> None:
     waiting = []
 

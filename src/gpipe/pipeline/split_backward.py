@@ -120,12 +120,18 @@ class DeferredProduct(NamedTuple):
         """Return what makes the gradients of the weights; it holds the activations."""
         return self.kind.prepare(self.node, inputs, self.wanted)
 
+    def find_ends(self) -> list[_End]:
+        """Return where the gradients go: through autograd, if a hook wants to see that of the transposed weight."""
+        weight = getattr(self.node, "_saved_mat2", None)
+        is_hooked = weight is not None and weight._backward_hooks
+        return [end._replace(is_transposed=False) for end in self.ends] if is_hooked else self.ends
+
 
 class WeightGradients:
     """The gradients of weights that wait."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Differentiate, list[_End], Tensor, Any, tuple[Tensor, int]]] = []
+        self._waiting: list[tuple[Differentiate, list[_End], Tensor, Any, list[tuple[str, Tensor, int]]]] = []
 
     def note(
         self, product: DeferredProduct, position: Callable[[], Any]
@@ -135,8 +141,9 @@ class WeightGradients:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
                 inputs = product.inputs
-                seen = inputs, inputs._version
-                self._waiting.append((product.prepare(inputs), product.ends, gradients[0], position(), seen))
+                pairs = ("input", inputs), ("output's gradient", gradients[0])
+                seen = [(what, tensor, tensor._version) for what, tensor in pairs]
+                self._waiting.append((product.prepare(inputs), product.find_ends(), gradients[0], position(), seen))
 
         return note
 
@@ -155,22 +162,24 @@ class WeightGradients:
         """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs.
 
         Raises:
-            RuntimeError: the input of a product was changed in place; autograd raises the same for its own tensors.
+            RuntimeError: the input of a product, or the gradient of its output, was changed in place; autograd raises
+                the same for its own tensors.
         """
         self._waiting.reverse()
         made: list[tuple[GradientEdge, Tensor]] = []
         while self._waiting:
-            differentiate, ends, gradient, position, (inputs, version) = self._waiting.pop()
+            differentiate, ends, gradient, position, seen = self._waiting.pop()
             on_position(position)
-            if inputs._version != version:
-                raise RuntimeError(
-                    f"the input of a product, of shape {tuple(inputs.shape)}, was changed in place before the gradient "
-                    "of its weight was computed from it: give each micro-batch memory of its own (.clone())"
-                )
+            for what, tensor, version in seen:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"the {what} of a product, of shape {tuple(tensor.shape)}, was changed in place before the "
+                        "gradient of its weight was computed from it: change a copy instead (.clone())"
+                    )
             for end, value in zip(ends, differentiate(gradient), strict=True):
                 if value is not None and not end.add(value):
                     made.append((GradientEdge(*end.edge), value))
-            del differentiate, gradient, value, inputs
+            del differentiate, gradient, value, seen, tensor
             # Small gradients together, since each call of backward takes time. Large ones one by one: each is added
             # while it is in the CPU's cache, and its memory is then free for the next.
             if made and (not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES):
