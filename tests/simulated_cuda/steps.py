@@ -183,6 +183,16 @@ def count_transfers(rank: int, kinds: tuple[str, ...], num_microbatches: int) ->
     return ledger.counts["NCCL operations"]
 
 
+def train_with_metric(rank: int) -> dict[str, float]:
+    """Return the metrics of a loss that makes them on the CPU."""
+
+    def loss(outputs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return outputs.square().mean(), {"size": torch.tensor(2.0)}
+
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 5)), loss, [1], 2, devices="cuda")
+    return pipeline.train_step((torch.ones(4, 4), torch.ones(4))).metrics
+
+
 class _Pass(nn.Linear):
     """Hands on its input and its weight."""
 

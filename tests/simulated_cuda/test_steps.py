@@ -26,6 +26,7 @@ from tests.simulated_cuda.steps import (
     evaluate_and_overwrite,
     train,
     train_each,
+    train_with_metric,
 )
 from tests.simulated_cuda.streams import NUM_DEVICES
 from tests.simulated_cuda.updates import measure_update, update
@@ -159,6 +160,11 @@ def test_a_payload_of_many_tensors_is_one_operation(kinds: tuple[str, ...], simu
 
 def test_what_a_stage_hands_on_in_an_evaluation_may_change_right_after_it(simulated: Machine) -> None:
     assert simulated.run(2, evaluate_and_overwrite) == [[], [4.0] * 16]
+
+
+@on_all_machines
+def test_a_metric_may_be_on_the_cpu(machine: Machine) -> None:
+    assert machine.run(1, train_with_metric) == [{"size": 2.0}]
 
 
 @on_all_machines

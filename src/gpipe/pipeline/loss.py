@@ -117,7 +117,10 @@ class MiniBatchLoss:
     def totals(self) -> dict[str, float]:
         """Return this replica's share of the loss, as "loss", and of the metrics; wait for the device once."""
         names = list(next(iter(self._values.values())))
-        rows = [torch.stack([scalars[name].double() for name in names]) for _, scalars in sorted(self._values.items())]
+        rows = [
+            torch.stack([scalars[name].to(self._device, torch.float64) for name in names])
+            for _, scalars in sorted(self._values.items())
+        ]
         columns = zip(*torch.stack(rows).tolist(), strict=True)
         sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
         return dict(zip(names, sums, strict=True))
