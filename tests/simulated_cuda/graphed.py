@@ -64,6 +64,37 @@ class _PassingBy(nn.Module):
         return x, self.linear(x) * before + x.sigmoid()
 
 
+class _Views(nn.Linear):
+    """Returns a tensor and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y.view_as(y)
+
+
+class _ChangesBoth(nn.Module):
+    """Changes the second tensor by changing the first one."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0].mul_(2) + both[1]
+
+
+class _Hiding(nn.Linear):
+    """Reads its weight from a list."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weights: list[nn.Parameter] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.weights:
+            self.weights.append(self.weight)
+        return x @ self.weights[0] + self.bias
+
+
 class _Second(nn.Module):
     """Takes the second of two tensors."""
 
@@ -85,6 +116,8 @@ LAYERS = {
     "in place": lambda: [_InPlace()],
     "passing by": lambda: [_PassingBy(), _PassingBy(), _PassingBy(), _Second()],
     "waiting": lambda: [_Waiting()],
+    "views": lambda: [_Views(), _ChangesBoth()],
+    "hiding": lambda: [_Hiding()],
     "empty": lambda: [nn.Unflatten(1, (2, 2)), nn.Flatten()],
 }
 

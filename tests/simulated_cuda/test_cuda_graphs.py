@@ -59,6 +59,7 @@ LAUNCHES_OF_KINDS = {
     "in place": [9, 18, 18],
     "passing by": [18, 36, 36],
     "empty": [12, 24, 24],
+    "views": [6, 12, 12],  # those of the linear layers around the two
 }
 
 
@@ -94,6 +95,11 @@ def test_a_layer_that_waits_for_the_gpu_is_refused(machine: Machine) -> None:
     (answer,) = machine.attempt(1, partial(graphed.train_layers, cuda_graphs=True), "waiting", "always")
     assert "micro-batch 1, layer 1 (_Waiting), forward: ValueError: the layer cannot be captured" in answer.error
     assert "set trainer.cuda_graphs=false" in answer.error
+
+
+def test_a_layer_whose_weight_would_not_be_trained_is_refused(simulated: Machine) -> None:
+    (answer,) = simulated.attempt(1, partial(graphed.train_layers, cuda_graphs=True), "hiding", "never")
+    assert "layer 1 (_Hiding), forward: ValueError: the layer reads its parameter weight elsewhere" in answer.error
 
 
 def test_layers_that_exchange_among_replicas_are_refused(simulated: Machine) -> None:

@@ -12,7 +12,8 @@ the masks are those of the plain layer.
 
 A layer's Python code runs only when the layer is captured. Changes that can be seen from outside make another graph:
 shapes, precision, attributes that are replaced (not changes inside them), training mode. Layers that change buffers are
-not captured, except for batch norms, whose statistics are copied out of the graph.
+not captured, except for batch norms, whose statistics are copied out of the graph. Nor are those that take or return
+several tensors in the same memory.
 
 Why not torch.compile(mode="reduce-overhead"): see `refuse_cuda_graphs`. Why not torch.cuda.make_graphed_callables: it
 has one pair of graphs per layer, synchronises the device (where a stage would wait for another one that waits for it),
@@ -39,6 +40,7 @@ from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, is_
 from gpipe.pipeline.buffers import Buffers
 from gpipe.pipeline.entry import enter_graph
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.refusals import refuse_hidden_parameters
 from gpipe.pipeline.structure import structure
 
 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of a layer which only makes views
@@ -253,17 +255,20 @@ class LayerGraphs:
             ValueError: the layer cannot be captured.
         """
         layer, inputs = self._layers[index], Payload.of(value)
+        inputs.find_shared(inputs)
         variants = self._variants[index]
         kind = _describe(inputs, self._device, has_backward=micro_batch is not None)
         variant = variants.get(kind)
         if variant is None and len(variants) < _MOST_VARIANTS and self._num_changes[index] <= _MOST_CHANGES:
             variant = variants[kind] = _Variant()
-        if variant is None or (not variant.captured and self._buffers.has_changed(layer)):
+        # Tensors that share memory change together; copies in graphs would not.
+        if variant is None or inputs.shared or (not variant.captured and self._buffers.has_changed(layer)):
             return layer(value)
         if micro_batch is None:
             if not variant.has_run:
-                variant.has_run = True
-                return layer(value)
+                plain = _run_plainly(layer, value)
+                variant.has_run = not plain.shared
+                return plain.value()
             if not variant.captured:
                 variant.captured.append(self._capture(layer, inputs))
             (captured,) = variant.captured
@@ -308,6 +313,7 @@ class LayerGraphs:
             versions = [tensor._version for tensor in entered.tensors]
             outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
             statistics = _Statistics.take(norms)
+        refuse_hidden_parameters(outputs, trained)
         if seeds is not None:
             seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
             roots = [one for one, seed in zip(outputs.differentiable_tensors(), seeds, strict=True) if seed is not None]
@@ -358,10 +364,16 @@ def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> H
     return has_backward, is_recomputing(), torch.is_grad_enabled(), precision, inputs.structure, tensors
 
 
+def _run_plainly(layer: nn.Module, value: Any) -> Payload:
+    outputs = Payload.of(layer(value))
+    outputs.find_shared(outputs)
+    return outputs
+
+
 def _run_and_note(layer: nn.Module, value: Any, variant: _Variant) -> Any:
     """Run a layer plainly, and let the variant note what its backward starts from."""
-    outputs = Payload.of(layer(value))
+    outputs = _run_plainly(layer, value)
     wanted = outputs.differentiable_tensors()
-    if not wanted:
+    if not wanted or outputs.shared:
         return outputs.value()
     return outputs.replace_differentiable(apply_function(_Note, variant, *wanted)).value()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,21 +141,42 @@ def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tens
     loss: of a micro-batch, with its graph down to the `outputs`.
     known: this process's parameters.
     """
-    stack: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = {*stack, *(tensor.grad_fn for tensor in outputs.tensors)}
     own = set(map(id, (*known, *outputs.tensors)))
-    while stack:
-        node = stack.pop()
+    for leaf in _find_leaves([loss.grad_fn], [tensor.grad_fn for tensor in outputs.tensors]):
         # An empty leaf has nothing to train: a stage's graph begins at one.
-        if type(node).__name__ == "AccumulateGrad" and id(leaf := node.variable) not in own and leaf.numel() > 0:
+        if id(leaf) not in own and leaf.numel() > 0:
             raise ValueError(
                 f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and belongs to no "
                 "layer of the last stage, so the pipeline would not train it; put it into the last layer, or freeze it "
                 "(requires_grad_(False))"
             )
+
+
+def _find_leaves(roots: Iterable[Any], ends: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the leaves of a graph, which `ends` and what is behind them do not belong to."""
+    stack = [node for node in roots if node is not None]
+    seen = {*stack, *ends}
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
         following = [edge for edge, _ in node.next_functions if edge is not None and edge not in seen]
         seen.update(following)
         stack += following
+
+
+def refuse_hidden_parameters(outputs: Payload, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse to capture a layer that reads parameters elsewhere than in its attributes, where a capture replaces them.
+
+    parameters: of the layer, by name; its `outputs` must not depend on them.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for leaf in _find_leaves([tensor.grad_fn for tensor in outputs.tensors], []):
+        if id(leaf) in names:
+            raise ValueError(
+                f"the layer reads its parameter {names[id(leaf)]} elsewhere than in the attribute of that name, and as "
+                "a CUDA graph it would not train it; read the attribute, or set trainer.cuda_graphs=false"
+            )
 
 
 def weigh(weight: Callable[[Any], Any], targets: Any) -> float:
