@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,3 +191,21 @@ def test_a_weight_that_is_used_first_without_a_graph_gets_its_gradient(mode: str
         F.cross_entropy(expected(batch()[0]), batch()[1]).backward()
         gpipe.Pipeline(layers, F.cross_entropy, [1, 1], 1, rematerialize=mode).train_step(batch())
     assert_equal(layers, [parameter.grad for parameter in expected.parameters()])
+
+
+def test_autocast_holds_no_boundary_input_until_the_end_of_the_step() -> None:
+    inputs, alive = list[StorageWeakRef](), list[int]()
+
+    class Residual(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            return x + super().forward(x)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        alive.append(len({ref.cdata for ref in inputs if not ref.expired()}))
+        return F.cross_entropy(outputs, targets)
+
+    pipeline = gpipe.Pipeline(nn.Sequential(Residual(4, 4), Residual(4, 4)), loss, [1, 1], 4, schedule="1f1b")
+    with mixed():
+        pipeline.train_step(batch())
+    assert alive == [2] * 4  # the mini-batch's memory, and that of one boundary input

@@ -114,6 +114,10 @@ def wants_no_leaf(error: Exception) -> bool:
     return "leaf Variable that requires grad" in str(error)
 
 
-def as_leaves(inputs: Payload) -> Payload:
-    """Return a boundary input as the beginning of a graph without a backward."""
-    return inputs.replace_differentiable(t.detach().requires_grad_() for t in inputs.differentiable_tensors())
+def as_leaves(inputs: Payload, *, as_views: bool) -> Payload:
+    """Return a boundary input as the beginning of a graph without a backward.
+
+    as_views: for autocast, which keeps a copy of each leaf that is no view, and the leaf itself, until the step ends.
+    """
+    leaves = [tensor.detach() for tensor in inputs.differentiable_tensors()]
+    return inputs.replace_differentiable((leaf[...] if as_views else leaf).requires_grad_() for leaf in leaves)

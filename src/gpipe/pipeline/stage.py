@@ -381,7 +381,8 @@ class Stage:
             with torch.no_grad():
                 return self._run(micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look)
         # Leaves are the cheapest start of a graph, but no layer may change one in place.
-        entered = enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
+        is_whole = self._needs_whole_graph or not is_stored
+        entered = enter_graph(inputs, []) if is_whole else as_leaves(inputs, as_views=is_converting)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
             outputs = self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
         self._has_copies = True
