@@ -286,3 +286,29 @@ def test_amoebanet_does_without_a_graph(
     for one, other in zip(gradients, expected, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
+
+
+class Shift(nn.Module):
+    """Adds a parameter to its input, in place."""
+
+    same_without_graph = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.shift)
+
+
+def test_a_parameter_that_is_added_in_place_to_a_constant_gets_its_gradient() -> None:
+    gradients = []
+    for partitions in ([3], [2, 1]):
+        layers = nn.Sequential(nn.Embedding(5, 4), Shift(), nn.Linear(4, 4))
+        layers[0].requires_grad_(False)
+        for parameter in layers.parameters():
+            nn.init.constant_(parameter, 0.5)
+        pipeline = gpipe.Pipeline(layers, F.mse_loss, partitions, 2)
+        pipeline.train_step((torch.arange(4), torch.ones(4, 4)))
+        gradients.append(layers[1].shift.grad)
+    assert torch.equal(*gradients)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
-from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.microbatch import Payload, read_versions
 from gpipe.pipeline.structure import has_own_code
 
 _SAME_WITHOUT_GRAPH = frozenset(
@@ -69,9 +69,14 @@ def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
     ) and not any(map(has_own_code, modules))
 
 
-def find_differentiable(outputs: Payload, inputs: Payload, layer: nn.Module) -> list[bool]:
-    """Return which outputs need a gradient; the layer ran without a graph, where it is the same."""
-    passed = dict(zip(map(id, inputs.tensors), inputs.differentiable, strict=True))
+def find_differentiable(outputs: Payload, inputs: Payload, versions: Sequence[int], layer: nn.Module) -> list[bool]:
+    """Return which outputs need a gradient; the layer ran without a graph, where it is the same.
+
+    versions: those that the inputs had before, as the layer may have changed some in place.
+    """
+    now = read_versions(inputs.tensors)
+    before = zip(inputs.tensors, inputs.differentiable, versions, now, strict=True)
+    passed = {id(tensor): is_needed for tensor, is_needed, version, last in before if is_needed or last == version}
     is_needed = any(inputs.differentiable) or any(parameter.requires_grad for parameter in layer.parameters())
     return [
         passed.get(id(tensor), is_needed and (tensor.is_floating_point() or tensor.is_complex()))

@@ -143,6 +143,11 @@ class Payload:
         self.shared = shared[:num] if any(shared[:num]) else []
 
 
+def read_versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place; in inference mode nothing counts that."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def _span(tensor: Tensor) -> int:
     """Return how many bytes lie between a tensor's first element and the end of its last."""
     if tensor.is_contiguous() or tensor.numel() == 0:

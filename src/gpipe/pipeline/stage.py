@@ -49,7 +49,7 @@ from gpipe.pipeline.first_forward import (
     without_saved_tensors,
 )
 from gpipe.pipeline.low_precision import lower
-from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.microbatch import Payload, read_versions
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
@@ -428,6 +428,7 @@ class Stage:
             self._enter(micro_batch, index, layer)
             is_announced = announce and (index < self._last or self.loss is not None)
             passed_by = [tensor.grad_fn for tensor in payload.tensors] if is_announced else []
+            before = [] if has_graph else read_versions(payload.tensors)
             if graphs is not None:
                 value = graphs.run(index, value, micro_batch if announce else None)
             else:
@@ -436,7 +437,7 @@ class Stage:
             # Taken apart after each layer: what cannot travel is refused no matter where the boundaries are.
             outputs = Payload.of(value)
             if not has_graph:
-                outputs.differentiable = find_differentiable(outputs, payload, layer)
+                outputs.differentiable = find_differentiable(outputs, payload, before, layer)
             payload = outputs
             if is_guarded and [tensor._version for tensor in inputs.tensors] != versions:
                 refuse_changed_inputs(inputs, versions, is_stored=is_stored)

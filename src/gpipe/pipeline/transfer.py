@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.microbatch import Payload, read_versions
 from gpipe.pipeline.schedule import Task
 
 
@@ -48,7 +48,8 @@ class LocalTransfer:
         event = None
         if here != there:
             tensors, event = self._copy(tensors, here, there)
-        self._mail[Task(kind.direction, neighbour, micro_batch)] = payload.replace(tensors), _versions(tensors), event
+        mail = payload.replace(tensors), read_versions(tensors), event
+        self._mail[Task(kind.direction, neighbour, micro_batch)] = mail
 
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
@@ -56,7 +57,7 @@ class LocalTransfer:
         The tensors are detached. A payload of gradients holds a tuple, with None where there is no gradient.
         """
         payload, versions, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
-        if _versions(payload.tensors) != versions:
+        if read_versions(payload.tensors) != versions:
             raise ValueError(
                 f"a neighbour of stage {task.stage} changed a tensor in place after passing it on; pass on a .clone()"
             )
@@ -94,7 +95,3 @@ class LocalTransfer:
         event = torch.cuda.Event()
         event.record(target)
         return copies, event
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
