@@ -48,6 +48,7 @@ How layers run:
     cuda_graphs.py         as CUDA graphs
     device_threads.py      with a launching thread per GPU
     first_forward.py       forwards that keep no graph
+    new_gradients.py       gradients that autograd leaves in one memory, separated
     entry.py               where a stage's graph begins
     buffers.py             buffers change in the forward, and not again in the recomputation
     autocast.py            weights are converted once per step

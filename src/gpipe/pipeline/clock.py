@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from gpipe.pipeline.schedule import Task
-from gpipe.pipeline.timeline import Event
+from gpipe.pipeline.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.job.job import Job
 
 
 class Clock:
@@ -59,6 +63,22 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
+
+
+def gather_timeline(clock: Clock, job: Job, num_devices: int, placement: tuple[int, ...]) -> Timeline:
+    """Return the timeline of a step on all stages, from 0 on; every process of a pipeline calls it.
+
+    Args:
+        clock: with the tasks of this process.
+        job: the processes that train together.
+        num_devices: P.
+        placement: the device of each stage.
+    """
+    own = Timeline(tuple(clock.events()), num_devices, placement)
+    rows = [row for part in job.gather(own.to_json()) for row in part]
+    origin = min(row[3] for row in rows)
+    moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
+    return Timeline.from_json(moved, num_devices, placement)
 
 
 def _seconds_to_epoch() -> float:

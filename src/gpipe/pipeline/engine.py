@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from gpipe.pipeline import batch_norm, moving_statistics
 from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.buffers import find_shared_buffers
-from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.clock import Clock, gather_timeline
 from gpipe.pipeline.conclusion import Conclusion, Gradients, conclude
 from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.evaluation_mode import evaluation_mode
@@ -59,7 +59,6 @@ from gpipe.pipeline.shared.connection import await_averages, connect_stages
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
-from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import MiniBatch
 
 RunTask = Callable[[Stage, Task, Any], Any]
@@ -315,7 +314,7 @@ class Pipeline(LayerExecution):
                 scaler.update(is_skipped=is_skipped)
             step = self.step
             self._finish_step(is_skipped=is_skipped)
-            timeline = None if clock is None else self._gather_timeline(clock)
+            timeline = gather_timeline(clock, self.job, self.num_devices, self._placement) if clock else None
         return StepReport(
             step=step,
             loss=totals.pop("loss"),
@@ -691,10 +690,3 @@ class Pipeline(LayerExecution):
     def _start_clock(self) -> Clock:
         self.job.wait_for_devices()  # a GPU's clock begins when its stream gets there
         return Clock(self.job.devices.values())
-
-    def _gather_timeline(self, clock: Clock) -> Timeline:
-        own = Timeline(tuple(clock.events()), self.num_devices, self._placement)
-        rows = [row for part in self.job.gather(own.to_json()) for row in part]
-        origin = min(row[3] for row in rows)
-        moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
-        return Timeline.from_json(moved, self.num_devices, self._placement)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 Hooks = dict[Any, Callable[[Tensor], Any]]
@@ -35,15 +35,13 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._taken: list[_Taken] = []
 
-    def take(self, parameters: Mapping[int, Iterable[Parameter]]) -> None:
-        """Take the hooks of a stage's parameters, by layer."""
-        hooked = {
-            p: layer
-            for layer, own in parameters.items()
-            for p in own
-            if p._backward_hooks or p._post_accumulate_grad_hooks
-        }
-        for parameter, layer in hooked.items():
+    def take(self, modules: Mapping[int, Iterable[nn.Module]]) -> None:
+        """Take the hooks of the modules' parameters; modules by layer."""
+        own = ((p, layer) for layer, below in modules.items() for each in below for p in each._parameters.values())
+        hooked = [
+            (p, layer) for p, layer in own if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks)
+        ]
+        for parameter, layer in dict(hooked).items():
             dicts = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
             self._taken.append(_Taken(layer, parameter, dict(dicts[0]), dict(dicts[1]), parameter.grad))
             for hooks in dicts:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import Parameter
 
 from gpipe.pipeline._compat import AnyBatchNorm, run_backward
 from gpipe.pipeline.autocast import without_autocast
@@ -50,11 +49,13 @@ from gpipe.pipeline.first_forward import (
 )
 from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload, read_versions
+from gpipe.pipeline.new_gradients import NewGradients
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
 from gpipe.pipeline.refusals import refuse_changed_inputs, refuse_changed_later, refuse_unconverted
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
+from gpipe.pipeline.structure import modules_below
 
 if TYPE_CHECKING:
     from gpipe.pipeline.recomputation_check import RecomputationCheck
@@ -136,7 +137,7 @@ class Stage:
         self._has_copies = False  # autocast's of this step's weights, with their graphs
         self._buffers = Buffers(self.layers, shared_buffers)
         self._hooks = ParameterHooks()
-        self._without_gradient: list[Parameter] = []  # that have none yet in this step
+        self._new_gradients = NewGradients()
         self.batch_norms = converted_batch_norms(self.layers.values())
         discard(self.batch_norms)
         self._kept: dict[int, _Kept] = {}
@@ -151,18 +152,14 @@ class Stage:
     def start_step(self, step: int) -> None:
         """Prepare for training step number `step`, with any mini-batch."""
         self.seed_masks(step)
-        modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # which may have changed
+        modules = {i: modules_below(layer) for i, layer in self.layers.items()}  # which may have changed
         self._buffers.start_step(chain(*modules.values()))
         norms = [module for module in chain(*modules.values()) if isinstance(module, AnyBatchNorm)]
         self.batch_norms = [norm for norm in norms if isinstance(norm, MicroBatchNorm)]
         if len(self.batch_norms) < len(norms):
             refuse_unconverted(nn.ModuleDict({str(i): layer for i, layer in self.layers.items()}))
-        own = {
-            i: [p for module in below for p in module._parameters.values() if p is not None]
-            for i, below in modules.items()
-        }
-        self._hooks.take(own)
-        self._without_gradient = [parameter for parameter in chain(*own.values()) if parameter.grad is None]
+        self._hooks.take(modules)
+        self._new_gradients.start_step(chain(*modules.values()))
         self._draws_only_from_torch = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
         self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
@@ -183,9 +180,7 @@ class Stage:
 
     def call_hooks(self) -> None:
         """Call the users' hooks of parameters, once the gradients are those of all replicas."""
-        self._hooks.call(
-            lambda index: seed_generators(derive_seed(_NO_MICRO_BATCH, index, state=self._masks), self.device)
-        )
+        self._hooks.call(lambda i: seed_generators(derive_seed(_NO_MICRO_BATCH, i, state=self._masks), self.device))
 
     def finish_step(self) -> None:
         """Release what the step held: the loss holds the targets."""
@@ -292,22 +287,8 @@ class Stage:
         self._separate_gradients(micro_batch, [])
 
     def _separate_gradients(self, micro_batch: int, held: Sequence[Tensor | None]) -> None:
-        """Give new gradients of parameters memory of their own, as later ones are added to them in place.
-
-        If a layer uses a parameter through a view, autograd may leave its gradient in the memory of another one.
-
-        held: gradients that something else reads later.
-        """
-        made = [(p, p.grad) for p in self._without_gradient if p.grad is not None and p.grad.layout is torch.strided]
-        # The averages of the last ones are in memory of their own.
-        if not made or (self.averaging is not None and micro_batch == self._final_micro_batch):
-            return
-        self._without_gradient = [parameter for parameter in self._without_gradient if parameter.grad is None]
-        found = Payload([*(own for _, own in made), *(other for other in held if other is not None)], None, [])
-        found.find_shared(found)
-        for (parameter, own), is_shared in zip(made, found.shared, strict=False):
-            if is_shared:
-                parameter.grad = own.clone()
+        if self.averaging is None or micro_batch != self._final_micro_batch:  # averages have memory of their own
+            self._new_gradients.separate(held)
 
     def finish_gradients(self, micro_batch: int) -> None:
         """Start averaging the remaining gradients over the replicas, if this micro-batch's were the last."""
@@ -335,7 +316,7 @@ class Stage:
     def start_evaluation(self, step: int, layers: Mapping[int, nn.Module]) -> None:
         """Prepare to `evaluate` these layers, the stage's own or substitutes, before training step number `step`."""
         self.seed_masks(step)
-        self._buffers.find_memory(chain(*map(_modules_below, layers.values())))
+        self._buffers.find_memory(chain(*map(modules_below, layers.values())))
 
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, moves: bool) -> Payload:
         """Run the layers, within the caller's `torch.no_grad`; return the boundary output.
@@ -361,7 +342,7 @@ class Stage:
     def start_probe(self, step: int) -> None:
         """Prepare to `probe` each micro-batch of a training step, in order; `undo_step` ends it."""
         self.seed_masks(step)
-        self._buffers.start_step(chain(*map(_modules_below, self.layers.values())))
+        self._buffers.start_step(chain(*map(modules_below, self.layers.values())))
 
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
@@ -459,14 +440,6 @@ class Stage:
         seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
         others = not self._draws_only_from_torch.get(index)
         seed_generators(seed, self.device, host=self.seeds_host, others=others)
-
-
-def _modules_below(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer and all modules below it, in a third of the time of `modules()`, which also names them."""
-    found = [layer]
-    for module in found:  # the list grows meanwhile
-        found += [child for child in module._modules.values() if child is not None]
-    return found
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -31,6 +31,14 @@ def structure(module: nn.Module) -> Hashable:
     return type(module), attributes, tensors, children
 
 
+def modules_below(layer: nn.Module) -> list[nn.Module]:
+    """Return a layer and all modules below it, in a third of the time of `modules()`, which also names them."""
+    found = [layer]
+    for module in found:  # the list grows meanwhile
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
 def has_own_code(module: nn.Module) -> bool:
     """Return whether a module runs more than its class's forward: hooks, or a forward put on the instance."""
     attributes = module.__dict__
