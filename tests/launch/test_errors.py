@@ -216,6 +216,12 @@ def test_a_search_whose_trials_others_run_says_so(capsys: pytest.CaptureFixture[
     assert said == "error: no trial of the search was completed: the outcome of each is above.\n"
 
 
+def test_an_error_that_names_a_file_whose_name_is_no_utf8_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), report_errors(tmp_path):
+        raise ValueError("cannot decode caf\udce9.png: remove it")
+    assert (tmp_path / "error.txt").read_text().startswith("error: cannot decode caf\\udce9.png: remove it\n")
+
+
 def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), report_errors():
         raise KeyError("width")

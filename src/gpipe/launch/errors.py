@@ -98,7 +98,7 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
 
 def _write_new(path: Path, text: str) -> None:
     """Write a new file; if the disk is full, leave none."""
-    with path.open("x", encoding="utf-8") as file:
+    with path.open("x", encoding="utf-8", errors="backslashreplace") as file:  # a name may be no UTF-8
         try:
             file.write(text)
             file.flush()
