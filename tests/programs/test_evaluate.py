@@ -179,6 +179,25 @@ def test_the_model_and_its_training_cannot_be_changed(word: str) -> None:
 
 
 @pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    ("data", "before", "held_out"),
+    [
+        (["data=fashion_mnist_embedded"], "data.validation_images=null", "data.validation_images=100"),
+        (["data=image_folder", "data.root=own"], "data.validation_share=0.1", "data.validation_share=0.5"),
+    ],
+)
+def test_examples_of_the_training_are_not_held_out_afterwards(data: list[str], before: str, held_out: str) -> None:
+    saved = to_plain(to_run(compose("train", overrides=[*data, before, "data.num_classes=10"])))
+    key, expected = before.split("=")
+    said = f"{held_out.replace('=', ' is ')}, but {expected} in the training, which has seen "
+    for words in ([held_out], [*data, held_out]):
+        with pytest.raises(ConfigError, match=f"^{said}some of those examples: leave it out.$"):
+            to_evaluated(compose("train", overrides=[*data, "data.num_classes=10", *words]), saved, words)
+    for words in ([before], [f"{key}=null"], ["data=mnist_5k", "data.validation_images=100"]):
+        to_evaluated(compose("train", overrides=[*data[:1], "data.num_classes=10", *words]), saved, words)
+
+
+@pytest.mark.usefixtures("composer")
 @pytest.mark.parametrize("several", [False, True])
 def test_a_table_of_the_other_kind_is_refused(tmp_path: Path, several: bool) -> None:
     for column in ("label", "labels"):

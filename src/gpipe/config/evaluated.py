@@ -29,8 +29,8 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             trainer.evaluation.
 
     Raises:
-        ConfigError: the command line changes the model or how it was trained; the data has other classes, or images
-            with another kind of labels.
+        ConfigError: the command line changes the model or how it was trained; the data has other classes, images with
+            another kind of labels, or examples of the training.
     """
     plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
     plain["launch"] = _plain(composed, "launch")
@@ -68,7 +68,21 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             f"data.name is {run.data.name}, whose images have {describe_kind(has_several)}, but the model predicts "
             f"{describe_kind(predicts_several)}: choose a data set of that kind."
         )
+    _refuse_trained_on(plain["data"], saved["data"])
     return run
+
+
+def _refuse_trained_on(data: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """Refuse to hold out more of the training's data than the training did: the first of it are those held out then."""
+    if any(data.get(name) != trained.get(name) for name in ("name", "root")):
+        return
+    for name in ("validation_images", "validation_share"):
+        held_out, before = data.get(name), trained.get(name)
+        if (held_out or 0) > (before or 0):
+            raise ConfigError(
+                f"data.{name} is {held_out}, but {before or 'null'} in the training, which has seen some of those "
+                "examples: leave it out."
+            )
 
 
 def find_said_keys(overrides: Sequence[str]) -> list[tuple[str, str]]:
