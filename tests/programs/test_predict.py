@@ -147,6 +147,14 @@ def test_images_in_hidden_folders_are_left_out(images: Path, predict: Predict) -
     assert predict(f"images={images}") == shown
 
 
+def test_images_in_linked_folders_are_read(images: Path, predict: Predict, tmp_path: Path) -> None:
+    linked = tmp_path / "all" / "linked"
+    linked.parent.mkdir()
+    linked.symlink_to(images)
+    found, shown = (predict(f"images={folder}")[0] for folder in (linked.parent, images))
+    assert found == shown.replace(str(images), str(linked)) != ""
+
+
 def test_the_program_prints_a_line_per_image(run: Path, images: Path) -> None:
     done = run_program(ROOT / "predict.py", f"checkpoint={run}", f"images={images / 'a, b'}", "top=2", warn="error")
     assert done.returncode == 0, done.stderr

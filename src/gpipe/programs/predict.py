@@ -22,6 +22,7 @@ from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig
 from gpipe.config.predict import PredictConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import BrokenImage, ImageFiles, Transform
+from gpipe.data.images.class_folders import walk
 from gpipe.data.images.image_set import IMAGE_SUFFIXES, is_hidden, is_image
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
@@ -127,11 +128,8 @@ def _find_images(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise ConfigError(f"images is {place}, which does not exist: name an image, or a folder of images.")
-    found = sorted(
-        path
-        for path in place.rglob("*")
-        if is_image(path.name) and not any(map(is_hidden, path.relative_to(place).parts)) and path.is_file()
-    )
+    shown = (place / below / name for below, names in walk(place, ".", {}) for name in names if not is_hidden(name))
+    found = sorted(path for path in shown if is_image(path.name) and path.is_file())
     if not found:
         raise ConfigError(
             f"images is {place}, a folder without an image, expected files that end in {', '.join(IMAGE_SUFFIXES)}: "
