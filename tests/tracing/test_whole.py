@@ -257,6 +257,10 @@ def test_a_submodule_that_calls_a_compiled_function_is_one_operation() -> None:
     with torch.no_grad():
         assert layers.leaves == ["Doubling"] and torch.equal(layers(x), model(x))
     assert calls and all(calls)
+    with pytest.raises(
+        TracingError, match=r"py, line \d+: calls a function compiled by torch\.compile, which its layers"
+    ):
+        gpipe.as_layers(Doubling(), x)
 
 
 @pytest.mark.parametrize("leaf", ["0", Decides])

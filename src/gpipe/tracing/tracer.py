@@ -578,6 +578,8 @@ def trace(
             what, remedy = OF_NUMBERS.get(kind, str(error)), OF_DECISIONS
             if isinstance(error, Undecided):
                 frames += [] if error.place is None else [error.place]
+            elif "dynamo-optimized function" in what:  # torch.fx says so, without an error of its own
+                what = "calls a function compiled by torch.compile, which its layers would not do"
             elif kind not in OF_NUMBERS:
                 what = f"{kind}: {what.partition(chr(10))[0].rstrip('.')}, for {batch} examples"
                 remedy = OF_FAILURES
