@@ -263,6 +263,15 @@ def test_a_submodule_that_calls_a_compiled_function_is_one_operation() -> None:
         gpipe.as_layers(Doubling(), x)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_submodule_of_torchscript_is_one_operation_with_its_weights_and_modes() -> None:
+    model, x = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x)
+    assert len(layers) > 1 and set(map(id, layers.parameters())) == set(map(id, model.parameters()))
+    for is_training in (True, False):
+        assert torch.equal(layers.train(is_training)(x), model.train(is_training)(x))
+
+
 @pytest.mark.parametrize("leaf", ["0", Decides])
 def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
     model = nn.Sequential(Decides("numbers"), nn.Linear(3, 3))

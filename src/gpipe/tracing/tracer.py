@@ -176,7 +176,7 @@ class Tracer(fx.Tracer):
             graph = self.trace(_Call(model, example))
             for place, (m, name, own) in enumerate(buffers):
                 versions = seen[2 * place : 2 * place + 2]
-                if m._buffers.get(name) is not own or any(one._version != version for one, version in versions):
+                if _own_tensors(m).get(name) is not own or any(one._version != version for one, version in versions):
                     self.moving.add(id(own))
             return graph
 
@@ -239,7 +239,8 @@ class Tracer(fx.Tracer):
         name = module_qualified_name.removeprefix("model.")
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
         has_hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        return is_torchs or bool(has_hooks) or is_compiled(m) or name in self._whole or type(m) in self._whole
+        is_built = is_torchs or isinstance(m, torch.jit.ScriptModule) or is_compiled(m)
+        return is_built or bool(has_hooks) or name in self._whole or type(m) in self._whole
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""
@@ -535,7 +536,8 @@ def _find_replaced(module: nn.Module, before: Mapping[str, Any]) -> str | None:
     for name, own in before.items():
         if _is_changed_in_place(_own_tensors(module).get(name), name):
             module._buffers[name] = own
-    return next((name for name, own in _own_tensors(module).items() if own is not before.get(name)), None)
+    now = _own_tensors(module)
+    return next((name for name in {**before, **now} if now.get(name) is not before.get(name)), None)
 
 
 def _leaves_of(module: nn.Module, name: str) -> list[Any]:
