@@ -377,3 +377,20 @@ def test_gradients_that_autograd_leaves_in_one_memory_do_not_change_each_other(
     (2 * F.mse_loss(plain(inputs), targets)).backward()
     for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-12)
+
+
+class Look(nn.Module):
+    """Looks its input up as a table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(torch.arange(2), x, sparse=True) * self.weight
+
+
+def test_a_sparse_gradient_of_a_boundary_is_refused_with_the_remedy() -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(3, 3), Look()), lambda outputs, _: outputs.sum(), [1, 1], 1)
+    with pytest.raises(gpipe.PipelineError, match=r"is a tensor of layout torch.sparse_coo; only dense tensors travel"):
+        pipeline.train_step((torch.ones(4, 3), torch.ones(4)))

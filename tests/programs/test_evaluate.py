@@ -53,13 +53,15 @@ def test_a_signal_ends_an_evaluation_at_once(
 ) -> None:
     monkeypatch.setattr(stops, "_listener", None)
     monkeypatch.setattr(processes, "run", lambda *_: os.kill(os.getpid(), number))
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background ignores it
     stops.listen()  # as train.py does
     try:
         with pytest.raises(KeyboardInterrupt):
             launch_evaluation(compose("train", overrides=[f"evaluate={folder}/runs/train"]), tmp_path, [])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def test_a_checkpoint_behind_the_last_evaluation_gets_the_statistics_of_its_weights(tmp_path: Path) -> None:

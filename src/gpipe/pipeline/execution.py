@@ -78,8 +78,8 @@ class LayerExecution:
         their bits. On a CPU it changes nothing.
 
         Graphs keep their memory, and copies of each layer's inputs: see the guide. A layer's Python code runs only
-        when the layer is captured. Layers that change buffers other than batch norms' moving averages run as they are,
-        and so do evaluations.
+        when the layer is captured. Layers that change buffers other than batch norms' moving averages run as they are.
+        So do layers that take or return several tensors in the same memory, and evaluations.
 
         Raises:
             ValueError: the layers run in another way, or exchange data among replicas within a step.

@@ -34,7 +34,8 @@ class NewGradients:
         if not made:
             return
         self._missing = [parameter for parameter in self._missing if parameter.grad is None]
-        found = Payload([*(own for _, own in made), *(other for other in held if other is not None)], None, [])
+        others = [other for other in held if other is not None and other.layout is torch.strided]
+        found = Payload([*(own for _, own in made), *others], None, [])
         found.find_shared(found)
         for (parameter, own), is_shared in zip(made, found.shared, strict=False):
             if is_shared:
