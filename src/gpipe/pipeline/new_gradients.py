@@ -21,9 +21,9 @@ class NewGradients:
         self._missing: list[Parameter] = []  # the parameters that have none yet
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
-        """Note which parameters of the modules have no gradient."""
-        own = (parameter for module in modules for parameter in module._parameters.values())
-        self._missing = [parameter for parameter in own if parameter is not None and parameter.grad is None]
+        """Note which trained parameters of the modules have no gradient."""
+        own = (p for module in modules for p in module._parameters.values() if p is not None)
+        self._missing = [parameter for parameter in own if parameter.requires_grad and parameter.grad is None]
 
     def separate(self, held: Iterable[Tensor | None]) -> None:
         """Give new gradients memory of their own.

@@ -153,9 +153,10 @@ class WeightGradients:
             for end in ends:
                 yield end.leaf.variable
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of the products, from which those of the weights will be made."""
-        return [gradient for _, _, gradient, *_ in self._waiting]
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients of the products, from which those of the weights will be made."""
+        for _, _, gradient, *_ in self._waiting:
+            yield gradient
 
     @torch.no_grad()
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:

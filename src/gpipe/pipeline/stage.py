@@ -21,7 +21,7 @@ Why not torch.utils.checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -270,8 +270,8 @@ class Stage:
         )
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
-        held = [*kept.gradients, *(gradients.tensors if gradients is not None else ())]
-        self._separate_gradients(micro_batch, held + self._waiting[micro_batch].gradients() if splits else held)
+        waiting = self._waiting[micro_batch].gradients() if splits else ()
+        self._separate_gradients(micro_batch, chain(kept.gradients, gradients.tensors if gradients else (), waiting))
         found = iter(kept.gradients if self.graphs is None else map(_copy, kept.gradients))
         if self.graphs is not None:
             self.graphs.release(micro_batch)
@@ -284,9 +284,9 @@ class Stage:
         waiting = self._waiting.pop(micro_batch)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             waiting.compute(self.current_layer.note)
-        self._separate_gradients(micro_batch, [])
+        self._separate_gradients(micro_batch, ())
 
-    def _separate_gradients(self, micro_batch: int, held: Sequence[Tensor | None]) -> None:
+    def _separate_gradients(self, micro_batch: int, held: Iterable[Tensor | None]) -> None:
         if self.averaging is None or micro_batch != self._final_micro_batch:  # averages have memory of their own
             self._new_gradients.separate(held)
 
