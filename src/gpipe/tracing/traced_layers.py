@@ -8,20 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from gpipe._compat.torch_description import tree_leaves
 from gpipe.pipeline._compat import is_compiled
-from gpipe.tracing.batch import BATCHES, are_equal, are_sizes_read, find_of_batch
+from gpipe.tracing.batch import find_of_batch
 from gpipe.tracing.cuts import choose_cuts
-from gpipe.tracing.errors import TracingError, explain
+from gpipe.tracing.errors import TracingError
 from gpipe.tracing.inputs import find_form
 from gpipe.tracing.operations import Operations
 from gpipe.tracing.segments import build_segments
-from gpipe.tracing.tracer import Tracer, free_name, trace
-
-_FAR = 256
-"""The least size to replace one of an example's, so that strides and windows do not hide the change."""
+from gpipe.tracing.tracer import free_name
+from gpipe.tracing.traces import Traces
 
 
 class TracedLayers(nn.Sequential):
@@ -133,33 +130,23 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     for module in modes:
         module.training = True  # not `model.train()`, which may do more, such as take merged weights apart
     try:
-        whole: set[Any] = set(leaves)
-        while True:
-            traces = []
-            for batch in BATCHES:
-                traces.append(trace(model, example, whole, batch, odd=odd))
-                whole = traces[-1][2]
-            if whole == traces[0][2]:
-                break
-        graphs, tracers = [graph for graph, _, _ in traces], [tracer for _, tracer, _ in traces]
-        arguments, constants = find_of_batch(graphs, tracers)
-        _refuse_decision(model, example, whole, graphs[0], tracers[0], odd)
-        _refuse_sizes(model, example, whole, graphs[0], tracers[0], odd)
-        form = find_form(example, 0, _find_read(model, example, whole, graphs[0], tracers, odd))
+        traces = Traces(model, example, leaves, odd)
+        arguments, constants = find_of_batch(traces.graphs, traces.tracers)
+        traces.refuse_decision()
+        traces.refuse_sizes()
+        form = find_form(example, 0, traces.find_read())
     finally:
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    values = [
-        dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
-    ]
-    operations = Operations(model, graphs[0], arguments, constants, values, tracers[0].moving)
-    cuts = choose_cuts(operations, tracers[0].flops, tracers[0].changed)
+    tracer = traces.tracers[0]
+    operations = Operations(model, traces.graphs[0], arguments, constants, traces.values(), tracer.moving)
+    cuts = choose_cuts(operations, tracer.flops, tracer.changed)
     if any(operations.counts_rows(begin, end) for begin, end in pairwise([*cuts, len(operations.nodes)])):
         form = find_form(example, 0)  # with other sizes, such as the length of a text, it would be another multiple
-    layers = TracedLayers(list(build_segments(operations, cuts, form)), model, traces[0][2])
+    layers = TracedLayers(list(build_segments(operations, cuts, form)), model, traces.whole)
     layers.training = model.training
     return layers
 
@@ -186,66 +173,6 @@ def _check_leaves(leaves: Any, model: nn.Module) -> None:
 
 def _quote(leaf: str | type) -> str:
     return repr(leaf) if isinstance(leaf, str) else leaf.__name__
-
-
-def _refuse_decision(
-    model: nn.Module,
-    example: Any,
-    whole: Collection[Any],
-    graph: fx.Graph,
-    tracer: Tracer,
-    odd: Collection[nn.Module],
-) -> None:
-    """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
-    if tracer.decision is None:
-        return
-    other, other_tracer, _ = trace(model, example, whole, BATCHES[0], training=False, odd=odd)
-    if not are_equal(graph, other, (tracer, other_tracer)):
-        raise explain(model, tracer.decision, "decides by self.training")
-
-
-def _refuse_sizes(
-    model: nn.Module,
-    example: Any,
-    whole: Collection[Any],
-    graph: fx.Graph,
-    tracer: Tracer,
-    odd: Collection[nn.Module],
-) -> None:
-    """Refuse a model whose code reads a size that depends on values, such as the length of the longest text."""
-    if not tracer.has_run:
-        return
-    try:
-        other, other_tracer, found = trace(model, example, whole, BATCHES[0], odd=odd, number=2)
-    except TracingError:
-        return  # such as for an index beyond a table
-    if found != whole:
-        return
-    if other_tracer.sizes_read() != tracer.sizes_read() or not are_equal(graph, other, (tracer, other_tracer)):
-        raise explain(model, [], "reads a size of what a submodule returns, which depends on values")
-
-
-def _find_read(
-    model: nn.Module,
-    example: Any,
-    whole: Collection[Any],
-    graph: fx.Graph,
-    tracers: Sequence[Tracer],
-    odd: Collection[nn.Module],
-) -> set[int]:
-    """Return the sizes of an example that the model's code reads: replacing one changes what is recorded."""
-
-    def is_read(size: int) -> bool:
-        other = max(2, -(-_FAR // size)) * size
-        try:
-            found = trace(model, example, whole, BATCHES[0], odd=odd, sizes={size: other})
-        except TracingError:
-            return True
-        is_same = found[2] == whole and found[1].sizes_read() == tracers[0].sizes_read()
-        return not (is_same and are_equal(graph, found[0], (tracers[0], found[1])))
-
-    sizes = {size for size in tree_leaves(find_form(example, 0)) if size} if are_sizes_read(tracers) else ()
-    return set(filter(is_read, sizes))
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,98 @@
+"""A model recorded under several circumstances: what differs tells what its operations depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx, nn
+
+from gpipe._compat.torch_description import tree_leaves
+from gpipe.tracing.batch import BATCHES, are_equal, are_sizes_read
+from gpipe.tracing.errors import TracingError, explain
+from gpipe.tracing.inputs import find_form
+from gpipe.tracing.tracer import Tracer, trace
+
+_FAR = 256
+"""The least size to replace one of an example's, so that strides and windows do not hide the change."""
+
+
+class Traces:
+    """A model recorded for several numbers of examples, in training mode.
+
+    Args:
+        model: its modules are in training mode.
+        example: as for `as_layers`.
+        leaves: names and types of submodules that are one operation each.
+        odd: submodules whose mode was not the model's.
+
+    Attributes:
+        graphs: the operations, for each number of examples.
+        tracers: what recorded them.
+        whole: the submodules that are one operation each: the leaves, and those whose code cannot be recorded.
+
+    Raises:
+        TracingError: the model's own code cannot be recorded.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, leaves: Collection[Any], odd: Collection[nn.Module]) -> None:
+        self._model, self._example, self._odd = model, example, odd
+        self.whole: set[Any] = set(leaves)
+        while True:
+            found = []
+            for batch in BATCHES:
+                found.append(self._record(batch))
+                self.whole = found[-1][2]
+            if self.whole == found[0][2]:
+                break
+        self.graphs = [graph for graph, _, _ in found]
+        self.tracers = [tracer for _, tracer, _ in found]
+
+    def values(self) -> list[dict[fx.Node, Any]]:
+        """Return the value, without data, of each node of the first graph, for each number of examples."""
+        nodes = self.graphs[0].nodes
+        return [
+            dict(zip(nodes, map(tracer.values.get, graph.nodes), strict=True))
+            for graph, tracer in zip(self.graphs, self.tracers, strict=True)
+        ]
+
+    def refuse_decision(self) -> None:
+        """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
+        if (decision := self.tracers[0].decision) is not None:
+            graph, tracer, _ = self._record(training=False)
+            if not self._has_same_operations(graph, tracer):
+                raise explain(self._model, decision, "decides by self.training")
+
+    def refuse_sizes(self) -> None:
+        """Refuse a model whose code reads a size that depends on values, such as the length of the longest text."""
+        if not self.tracers[0].has_run:
+            return
+        try:
+            graph, tracer, whole = self._record(number=2)
+        except TracingError:
+            return  # such as for an index beyond a table
+        if whole == self.whole and not self._is_same(graph, tracer):
+            raise explain(self._model, [], "reads a size of what a submodule returns, which depends on values")
+
+    def find_read(self) -> set[int]:
+        """Return the sizes of the example that the model's code reads: replacing one changes what is recorded."""
+
+        def is_read(size: int) -> bool:
+            try:
+                graph, tracer, whole = self._record(sizes={size: max(2, -(-_FAR // size)) * size})
+            except TracingError:
+                return True
+            return whole != self.whole or not self._is_same(graph, tracer)
+
+        sizes = tree_leaves(find_form(self._example, 0)) if are_sizes_read(self.tracers) else ()
+        return {size for size in {*sizes} if size and is_read(size)}
+
+    def _record(self, batch: int = BATCHES[0], **modes: Any) -> tuple[fx.Graph, Tracer, set[Any]]:
+        return trace(self._model, self._example, self.whole, batch, odd=self._odd, **modes)
+
+    def _is_same(self, graph: fx.Graph, tracer: Tracer) -> bool:
+        is_read_alike = tracer.sizes_read() == self.tracers[0].sizes_read()
+        return is_read_alike and self._has_same_operations(graph, tracer)
+
+    def _has_same_operations(self, graph: fx.Graph, tracer: Tracer) -> bool:
+        return are_equal(self.graphs[0], graph, (self.tracers[0], tracer))
