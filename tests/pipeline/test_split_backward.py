@@ -235,18 +235,22 @@ def test_gradients_go_through_autograd_once_and_as_many_together_as_a_cache_hold
         assert torch.equal(parameter.grad, other.grad)
 
 
+class OwnBackward(torch.autograd.Function):
+    """Returns a tensor's copy, with a backward of the test's own."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        context.own = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return context.own(gradient), None
+
+
 def test_a_product_whose_output_gets_no_gradient_has_none_to_wait() -> None:
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(_: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_: torch.autograd.function.FunctionCtx, gradient: Tensor) -> None:
-            return None
-
     one, other, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
-    y = Nothing.apply(one(x)) + other(x)
+    y = OwnBackward.apply(one(x), lambda _: None) + other(x)
     run_split_backward([(get_gradient_edge(y.sum()), None)]).compute()
     assert [parameter.grad is None for parameter in (*one.parameters(), *other.parameters())] == [True] * 2 + [
         False
@@ -368,17 +372,8 @@ def test_inputs_that_change_before_the_gradient_of_the_weight_are_refused() -> N
 
 
 def test_a_gradient_that_a_backward_changes_before_that_of_the_weight_is_refused() -> None:
-    class Negated(torch.autograd.Function):
-        @staticmethod
-        def forward(_: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
-            return gradient.neg_()
-
     x = torch.randn(4, 3, requires_grad=True)
-    y = Negated.apply(x) + nn.Linear(3, 3)(x)
+    y = OwnBackward.apply(x, Tensor.neg_) + nn.Linear(3, 3)(x)
     waiting = run_split_backward([(get_gradient_edge(y), torch.ones(4, 3))])
     with pytest.raises(
         RuntimeError, match=r"^the output's gradient of a product, of shape \(4, 3\), was changed in pl"

@@ -1,6 +1,7 @@
 """Turn any module into a sequence of layers; this needs torch and nothing else.
 
-tracer.py         record the operations of a model's forward, with recording.py, traced_tensor.py and traced_shape.py
+tracer.py         record the operations of a model's forward, with model_call.py, recording.py, kept_state.py,
+                  traced_tensor.py and traced_shape.py
 traces.py         record under several circumstances, to find what the operations depend on
 batch.py          find which numbers among them depend on the number of examples
 operations.py     the recorded operations in order, and what is alive between them

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import operator
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -34,62 +32,18 @@ from gpipe.tracing.errors import (
     is_of_model,
     is_ours,
 )
+from gpipe.tracing.kept_state import find_replaced, has_others, leaves_of, own_tensors
+from gpipe.tracing.model_call import ModelCall, open_nest
 from gpipe.tracing.recording import (
     TracedMode,
-    find_containers,
     find_line,
-    items_of,
     read_settings,
     refuse_unsupported,
     undo_changes,
     watch_training,
 )
 from gpipe.tracing.traced_shape import TracedShape
-from gpipe.tracing.traced_tensor import IN_PLACE, TracedTensor
-
-
-class _Call(nn.Module):
-    """Calls a model with the parts of one nest: a tensor, a tuple of arguments, or a dict of keyword arguments."""
-
-    def __init__(self, model: nn.Module, example: Any) -> None:
-        super().__init__()
-        self.model = model
-        self._kind = type(example)
-
-    def forward(self, inputs: Any) -> Any:
-        parts = _open(inputs)
-        if self._kind is dict:
-            outputs = self.model(**parts)
-        else:
-            outputs = self.model(*parts) if self._kind is tuple else self.model(parts)
-        return _convert_outputs(outputs)
-
-
-def _open(nest: Any) -> Any:
-    """Return a traced nest as a nest of traced tensors, which the model's code may change as it may its own."""
-    if type(nest) is not TracedTensor or not isinstance(nest.value, dict | tuple | list):
-        return nest
-    if isinstance(nest.value, dict):
-        return {key: _open(operator.getitem(nest, key)) for key in nest.value}
-    kind = type(nest.value)
-    parts = [_open(operator.getitem(nest, position)) for position in range(len(nest.value))]
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-
-
-def _convert_outputs(outputs: Any) -> Any:
-    """Return outputs as tensors, tuples, lists and dicts; of a dataclass, only what is not None."""
-    if type(outputs) is TracedTensor:
-        return _convert_outputs(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
-    if is_dataclass(outputs):
-        named = ((field.name, getattr(outputs, field.name)) for field in fields(outputs))
-        found = {name: _convert_outputs(value) for name, value in named if value is not None}
-        return next(iter(found.values())) if len(found) == 1 else found
-    if isinstance(outputs, dict):
-        return {key: _convert_outputs(value) for key, value in outputs.items()}
-    if isinstance(outputs, tuple | list):
-        return (list if isinstance(outputs, list) else tuple)(_convert_outputs(value) for value in outputs)
-    return outputs
-
+from gpipe.tracing.traced_tensor import TracedTensor
 
 _CONTAINERS = (
     nn.Sequential,
@@ -173,10 +127,10 @@ class Tracer(fx.Tracer):
         with patches[0], patches[1], patches[2], torch.enable_grad(), preserved_generators([]):
             buffers = [(m, name, own) for m in model.modules() for name, own in m._buffers.items() if own is not None]
             seen = [(own, own._version) for _, _, real in buffers for own in (real, self._fake.from_tensor(real))]
-            graph = self.trace(_Call(model, example))
+            graph = self.trace(ModelCall(model, example))
             for place, (m, name, own) in enumerate(buffers):
                 versions = seen[2 * place : 2 * place + 2]
-                if _own_tensors(m).get(name) is not own or any(one._version != version for one, version in versions):
+                if own_tensors(m).get(name) is not own or any(one._version != version for one, version in versions):
                     self.moving.add(id(own))
             return graph
 
@@ -252,9 +206,9 @@ class Tracer(fx.Tracer):
         name = self.path_of_module(m)
         self._current.append(name)
         is_whole = self.is_leaf_module(m, name)
-        generators, before = HostGenerators(), _own_tensors(m)
+        generators, before = HostGenerators(), own_tensors(m)
         try:
-            if is_whole and any(map(_has_others, m.modules())):
+            if is_whole and any(map(has_others, m.modules())):
                 raise Undecided("runs a submodule on weights other than its own; call functional_call in a submodule")
             with preserved_generators([]) if is_whole else NOTHING:  # it may draw, as it will in each forward
                 found = super().call_module(m, forward, args, kwargs)
@@ -288,7 +242,7 @@ class Tracer(fx.Tracer):
     def _refuse_kept(self, m: nn.Module, before: Mapping[str, Any], run: Callable[[], Any]) -> None:
         """Refuse code that leaves what it computed in a buffer, or in an attribute once the whole model has run."""
         is_model = self._current[-1] == "model"
-        owner, kept, place = m, _find_replaced(m, before), None
+        owner, kept, place = m, find_replaced(m, before), None
         if kept is None and is_model:
             owner, kept = self._find_kept(m)
         if kept is None:
@@ -296,15 +250,15 @@ class Tracer(fx.Tracer):
         if owner is not m and owner in self._recorded:
             raise Whole(owner)
         if is_model:
-            known = {id(leaf): leaf for leaf in _leaves_of(owner, kept)}
-            place = find_line(m, run, lambda: any(id(leaf) not in known for leaf in _leaves_of(owner, kept)))
+            known = {id(leaf): leaf for leaf in leaves_of(owner, kept)}
+            place = find_line(m, run, lambda: any(id(leaf) not in known for leaf in leaves_of(owner, kept)))
         raise Undecided(f"stores a tensor in its attribute or buffer {kept}, which a layer would not do", place)
 
     def _find_kept(self, model: nn.Module) -> tuple[nn.Module, str | None]:
         for module in reversed([*model.modules()]):
             is_recorded = module in self._recorded  # then it may read what a whole submodule has left there
             for name in module.__dict__:
-                leaves = _leaves_of(module, name)
+                leaves = leaves_of(module, name)
                 if any(type(leaf) is TracedTensor or (is_recorded and is_fake(leaf)) for leaf in leaves):
                     return module, name
         return model, None
@@ -408,7 +362,7 @@ class Tracer(fx.Tracer):
             raise Undecided("changes a parameter in place, of which several layers may have copies")
         if not has_tensors:
             return found
-        return _open(traced) if type(value) in (dict, list) and kind != "placeholder" else traced
+        return open_nest(traced) if type(value) in (dict, list) and kind != "placeholder" else traced
 
     def show(self, node: fx.Node, found: Any) -> Any:
         """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
@@ -507,13 +461,6 @@ class Tracer(fx.Tracer):
         return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _has_others(module: nn.Module) -> bool:
-    """Return whether code has replaced a module's parameters by other tensors, or put traced ones anywhere."""
-    is_parameter = (own is None or isinstance(own, nn.Parameter) for own in module._parameters.values())
-    values = chain(vars(module).values(), module._buffers.values())
-    return not all(is_parameter) or any(type(own) is TracedTensor for own in values)
-
-
 def free_name(module: nn.Module, name: str) -> str:
     """Return a name, with underscores appended until the module has no attribute of that name."""
     while hasattr(module, name):
@@ -524,35 +471,6 @@ def free_name(module: nn.Module, name: str) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return the identity of the memory that a tensor is a view of."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Any]:
-    """Return a module's buffers and parameters by name."""
-    return {**module._buffers, **module._parameters}
-
-
-def _find_replaced(module: nn.Module, before: Mapping[str, Any]) -> str | None:
-    """Return the name of a buffer or parameter that code has replaced or registered; None if there is none."""
-    for name, own in before.items():
-        if _is_changed_in_place(_own_tensors(module).get(name), name):
-            module._buffers[name] = own
-    now = _own_tensors(module)
-    return next((name for name in {**before, **now} if now.get(name) is not before.get(name)), None)
-
-
-def _leaves_of(module: nn.Module, name: str) -> list[Any]:
-    """Return what is in a buffer or an attribute, such as a list."""
-    # Not `get`: the buffers of a TorchScript module are not a dict.
-    found = module._buffers[name] if name in module._buffers else module.__dict__.get(name)
-    return [found, *chain.from_iterable(map(items_of, find_containers([found])))]
-
-
-def _is_changed_in_place(value: Any, name: str) -> bool:
-    """Return whether a buffer was assigned what `self.buffer += 1` gives: itself."""
-    node: Any = value.node if isinstance(value, TracedTensor) else None
-    while node is not None and node.target in IN_PLACE:
-        node = node.args[0]
-    return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
 
 
 def trace(
