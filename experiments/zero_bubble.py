@@ -3,9 +3,10 @@
     python -m experiments.zero_bubble
 
 A device has two layers. Each takes 4 ms forward, 4 ms for the gradient of its input and 4 ms for that of its weight, so
-a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores. The schedules take
-turns in the same P processes over Gloo; results are medians. "Alone" is the least that any engine could take here,
-apart from the bubble: each process runs its two layers forward and backward M times and sends nothing.
+a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores; sleeps are shortened
+by what a layer's own operations take in all processes at once. The schedules take turns in the same P processes over
+Gloo; results are medians. "Alone" is the least that any engine could take here, apart from the bubble: each process runs
+its two layers forward and backward M times and sends nothing.
 
 Each engine also trains a small network with dropout for one step, in one process and in P, and the gradients are
 compared. Last, two real models train on two cores with our engine. Ten minutes on an idle machine.
@@ -114,7 +115,8 @@ def measure(rank: int, num_devices: int, num_microbatches: int, rounds: int, por
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
-    calibrate()
+    dist.barrier()
+    calibrate(partial(step_alone, [SplitSleeper(SIZE)], [torch.randn(1, SIZE)]), 3 * FORWARD, sleeps=3)
     let_small_products_wait()
     batch = torch.randn(num_microbatches, SIZE), torch.randn(num_microbatches, SIZE)
     alone = [SplitSleeper(SIZE) for _ in range(LAYERS_PER_DEVICE)]

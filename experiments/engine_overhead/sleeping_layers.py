@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,21 @@ _overshoot = 0.0
 _seconds: defaultdict[float, list[float]] = defaultdict(list)
 
 
-def calibrate() -> None:
-    """Measure by how much sleeps on this machine take too long; shorten later ones by that."""
+def calibrate(run: Callable[[], object] = lambda: _pause(FORWARD), seconds: float = FORWARD, sleeps: int = 1) -> None:
+    """Shorten later sleeps by what each takes too long on this machine.
+
+    Args:
+        run: what should take `seconds`, with `sleeps` sleeps in it. A layer's own operations count, if it is a layer.
+    """
     global _overshoot
     _overshoot = 0.0
+    taken = []
     for _ in range(50):
-        _pause(FORWARD)
-    _overshoot = statistics.median(_seconds[FORWARD]) - FORWARD
-    _seconds[FORWARD].clear()
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    _overshoot = (statistics.median(taken) - seconds) / sleeps
+    _seconds.clear()
 
 
 def let_small_products_wait() -> None:
