@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities
 from gpipe.data.randomness import make_epoch_generator, make_walk_generator
 from gpipe.data.text import sentence_walk
-from gpipe.data.text.sentence_walk import IndexPermutation
 from gpipe.data.text.sentences import Sentences
 from tests.data.text.small_text import made_up_corpus
 from tests.data.text.test_translation_loader import assert_equal, cut_one_by_one
@@ -52,7 +51,7 @@ def whole_pass(language: int, number: int, size: int) -> list[int]:
         return make_walk_generator(SEED, language, number).permutation(size).tolist()
     generator = make_walk_generator(SEED, language, number, -(-size // 16))
     shift = int(generator.integers(size))
-    blocks = list(IndexPermutation(size // 16, generator)) + [size // 16] * (size % 16 > 0)
+    blocks = generator.permutation(size // 16).tolist() + [size // 16] * (size % 16 > 0)
     steps = []
     for block in blocks:
         members = [(shift + row) % size for row in range(size)][16 * block : 16 * block + 16]

@@ -1,7 +1,6 @@
 """Walks through the pairs of each language, and how often each language is drawn."""
 
-from collections import Counter
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.data import sampling_probabilities
 from gpipe.data.text import sentence_walk
-from gpipe.data.text.sentence_walk import IndexPermutation, SentenceWalk
+from gpipe.data.text.sentence_walk import SentenceWalk
 
 SIZES = [1_000_000_000, 25_000_000, 744, 60]
 
@@ -76,24 +75,6 @@ def test_stretches_that_meet_are_one(num_pairs: int, places: list[float], seed: 
         each = walk([num_pairs], [num_pairs * 1.3], seed)
         parts = [each.draw(*ends)[0] for ends in pairwise(places)]
         assert np.array_equal(np.concatenate(parts), each.draw(places[0], places[-1])[0])
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.integers(1, 300), st.integers(0, 99))
-def test_a_permutation_by_index_has_every_index_once(num: int, seed: int) -> None:
-    order = IndexPermutation(num, np.random.default_rng(seed))
-    assert sorted(order) == list(range(num)) and len(order) == num
-    for outside in (-1, num):
-        with pytest.raises(IndexError, match=f"{outside} is not below {num}"):
-            order[outside]
-
-
-def test_permutations_by_index_are_evenly_distributed() -> None:
-    """Chi-square over all 120 orders of five things; its 99.9 % quantile for 119 degrees of freedom is 173."""
-    counts = Counter(tuple(IndexPermutation(5, np.random.default_rng(seed))) for seed in range(6000))
-    assert sum((counts[order] - 50) ** 2 / 50 for order in permutations(range(5))) < 173
-    places = Counter(IndexPermutation(10**9, np.random.default_rng(seed))[7] * 10 // 10**9 for seed in range(2000))
-    assert len(places) == 10 and min(places.values()) > 150
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1 / 0.7, 5.0, 100.0])

@@ -8,11 +8,9 @@ from numpy.typing import ArrayLike, NDArray
 from gpipe.data.randomness import make_walk_generator
 
 # Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random order, so
-# it needs no permutation of all pairs, and reads the disk in pieces of a few hundred kilobytes. With blocks of 2,048
+# it permutes only the blocks, and reads the disk in pieces of a few hundred kilobytes. With blocks of 2,048
 # pairs, the pages that the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14
-_NUM_ROUNDS = 8
-_WORD = (1 << 64) - 1
 
 
 def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[np.float64]:
@@ -78,14 +76,14 @@ class SentenceWalk:
     def _pass(self, language: int, number: int, size: int, first: int, last: int) -> Iterator[NDArray[np.int64]]:
         """Yield the steps first .. last - 1 of one pass, block by block."""
         num_blocks = -(-size // BLOCK_SIZE)
-        shift, blocks = 0, None
+        shift, blocks = 0, np.arange(num_blocks)
         if num_blocks > 1:
             generator = make_walk_generator(self._seed, language, number, num_blocks)
             # The remainder is a smaller block and comes last; the shift puts other pairs into it in each pass.
-            shift, blocks = int(generator.integers(size)), IndexPermutation(size // BLOCK_SIZE, generator)
+            shift = int(generator.integers(size))
+            blocks[: size // BLOCK_SIZE] = generator.permutation(size // BLOCK_SIZE)
         for place in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
-            begin = place * BLOCK_SIZE
-            block = place if blocks is None or place == len(blocks) else blocks[place]
+            begin, block = place * BLOCK_SIZE, int(blocks[place])
             rows = block * BLOCK_SIZE + self._order(language, number, block, min(BLOCK_SIZE, size - begin))
             yield (shift + rows[max(0, first - begin) : last - begin]) % size
 
@@ -93,52 +91,3 @@ class SentenceWalk:
         # Block 0 adds nothing to the key, so that small corpora keep the walk from before there were blocks.
         key = (language, number, block) if block else (language, number)
         return make_walk_generator(self._seed, *key).permutation(size)
-
-
-class IndexPermutation:
-    """Permutes range(num) index by index, without memory, with a Feistel network over the next even number of bits.
-
-        left | right  ->  right | left ^ hash(right, key)        one round; invertible for any hash
-
-    An index that leaves the range goes through the network again until it is inside. Four rounds of a random function
-    are indistinguishable from a random permutation (Luby and Rackoff 1988). The hash here is SplitMix64's (Steele et
-    al. 2014); eight rounds make up for the few bits. The keys are drawn from `generator`.
-    """
-
-    def __init__(self, num: int, generator: np.random.Generator) -> None:
-        self._num = num
-        self._keys = [int(key) for key in generator.integers(1 << 63, size=_NUM_ROUNDS)]
-        self._half = max(1, ((num - 1).bit_length() + 1) // 2)
-
-    def __len__(self) -> int:
-        """Return the number of indices."""
-        return self._num
-
-    def __getitem__(self, index: int) -> int:
-        """Return entry `index` of the order, or raise IndexError."""
-        if not 0 <= index < self._num:
-            raise IndexError(f"{index} is not below {self._num}")
-        index = self._permute(index)
-        while index >= self._num:
-            index = self._permute(index)
-        return index
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the whole order."""
-        return map(self.__getitem__, range(self._num))
-
-    def _permute(self, index: int) -> int:
-        """Pass an index through the network once."""
-        half = self._half
-        mask = (1 << half) - 1
-        left, right = index >> half, index & mask
-        for key in self._keys:
-            left, right = right, left ^ (_hash(right + key & _WORD) & mask)
-        return left << half | right
-
-
-def _hash(word: int) -> int:
-    """Apply the finalizer of SplitMix64."""
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
-    return word ^ word >> 31
