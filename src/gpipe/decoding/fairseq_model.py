@@ -11,12 +11,12 @@ memory. Source of the interface: fairseq 0.12.2, sequence_generator.py, Ensemble
 import copy
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe.decoding.cached_layer import CachedLayer, LayerCache
+from gpipe.decoding.cached_layer import CachedLayer, find_remaining
 from gpipe.models.translation_layers import DecoderLayer, TargetEmbedding
 
 
@@ -33,14 +33,6 @@ class Memory:
     states: Tensor
     padding: Tensor
     num_rows: int | None = None
-
-
-@dataclass
-class DecoderState:
-    """The decoder's state for a batch: a cache per layer, and the number of hypotheses per sentence."""
-
-    caches: list[LayerCache] = field(default_factory=list)
-    num_rows: int = 1
 
 
 class FairseqModel(nn.Module):
@@ -102,42 +94,32 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers that see the target, with their caches."""
+    """The layers that see the target; each batch has its own caches."""
 
     def __init__(self, target: TargetEmbedding, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embedding = copy.copy(target.embedding)  # a copy, because its first position changes
         self.first_position = target.embedding.first_position
-        self.layers = nn.ModuleList(
-            CachedLayer(layer) if isinstance(layer, DecoderLayer) else layer for layer in layers
-        )
+        self.layers = nn.ModuleList(layers)
 
     def forward(
-        self, tokens: Tensor, encoder_out: Memory, incremental_state: dict[str, DecoderState]
+        self, tokens: Tensor, encoder_out: Memory, incremental_state: dict[str, list[Any]]
     ) -> tuple[Tensor, None]:
         """Return the logits [rows, 1, vocabulary_size] of the token after `tokens`, int64 [rows, time].
 
-        `incremental_state` holds the state of all tokens but the last; it starts empty.
+        `incremental_state` holds the layers, with caches of all tokens but the last; it starts empty.
         """
-        assert encoder_out.num_rows is not None
-        state = incremental_state.setdefault("decoder", DecoderState(num_rows=encoder_out.num_rows))
-        state.caches = state.caches or [LayerCache() for _ in self.layers]
+        if not incremental_state:
+            cached = [CachedLayer(layer) if isinstance(layer, DecoderLayer) else layer for layer in self.layers]
+            incremental_state["layers"] = cached
         self.embedding.first_position = self.first_position + tokens.shape[1] - 1
         payload: Any = self.embedding(tokens[:, -1:]), encoder_out.states, encoder_out.padding
-        for layer, cache in zip(self.layers, state.caches, strict=True):
-            payload = layer(payload, cache) if isinstance(layer, CachedLayer) else layer(payload)
+        for layer in incremental_state["layers"]:
+            payload = layer(payload)
         return payload, None
 
-    def reorder_incremental_state_scripting(
-        self, incremental_state: dict[str, DecoderState], new_order: Tensor
-    ) -> None:
+    def reorder_incremental_state_scripting(self, incremental_state: dict[str, list[Any]], new_order: Tensor) -> None:
         """Move the caches to the hypotheses' new rows."""
-        for state in incremental_state.values():
-            sentences = find_remaining(new_order, state.num_rows)
-            for cache in state.caches:
-                cache.reorder(new_order, sentences)
-
-
-def find_remaining(new_order: Tensor, num_rows: int) -> Tensor:
-    """Return the unfinished sentences, given the old row of every new row; the rows of a sentence stay together."""
-    return new_order[::num_rows] // num_rows
+        for layer in incremental_state["layers"]:
+            if isinstance(layer, CachedLayer):
+                layer.reorder(new_order)

@@ -24,10 +24,10 @@ class SelfAttention(nn.Module):
         self.output = Linear(num_heads * head_size, model_size)
 
     def forward(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
-        queries, keys, values = _split(self.queries_keys_values(states), 3, self.num_heads)
+        queries, keys, values = split_heads(self.queries_keys_values(states), 3, self.num_heads)
         mask = None if padding is None else _make_mask(padding)
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=self.causal)
-        output: Tensor = self.output(_join(mixed))
+        output: Tensor = self.output(join_heads(mixed))
         return output
 
 
@@ -46,19 +46,28 @@ class MemoryAttention(nn.Module):
         self.output = Linear(num_heads * head_size, model_size)
 
     def forward(self, states: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        (queries,) = _split(self.queries(states), 1, self.num_heads)
-        keys, values = _split(self.keys_values(memory), 2, self.num_heads)
-        output: Tensor = self.output(_join(F.scaled_dot_product_attention(queries, keys, values, _make_mask(padding))))
+        return self.attend(states, *self.project(memory), padding)
+
+    def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the memory's keys and values, each [batch, heads, memory time, head size]."""
+        keys, values = split_heads(self.keys_values(memory), 2, self.num_heads)
+        return keys, values
+
+    def attend(self, states: Tensor, keys: Tensor, values: Tensor, padding: Tensor) -> Tensor:
+        """Attend to a memory with these keys and values."""
+        (queries,) = split_heads(self.queries(states), 1, self.num_heads)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, _make_mask(padding))
+        output: Tensor = self.output(join_heads(mixed))
         return output
 
 
-def _split(joint: Tensor, num_parts: int, num_heads: int) -> Tensor:
+def split_heads(joint: Tensor, num_parts: int, num_heads: int) -> Tensor:
     """Split heads: [batch, time, parts x channels] -> [parts, batch, heads, time, head size]."""
     parts: Tensor = joint.unflatten(-1, (num_parts, num_heads, -1))
     return parts.permute(2, 0, 3, 1, 4)
 
 
-def _join(heads: Tensor) -> Tensor:
+def join_heads(heads: Tensor) -> Tensor:
     """Join heads: [batch, heads, time, head size] -> [batch, time, channels]."""
     return heads.transpose(1, 2).flatten(2)
 
