@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import sacrebleu
@@ -46,9 +47,9 @@ def test_chrf_is_that_of_the_function_that_others_call() -> None:
 
 
 def test_a_copy_scores_100_and_silence_0() -> None:
-    copied = score_corpus(REFERENCES, REFERENCES).as_dict()
+    copied = asdict(score_corpus(REFERENCES, REFERENCES))
     assert copied == pytest.approx(dict.fromkeys(copied, 100.0), rel=1e-5)
-    silent = score_corpus(["", "", ""], REFERENCES).as_dict()
+    silent = asdict(score_corpus(["", "", ""], REFERENCES))
     assert silent == dict.fromkeys(silent, 0.0)
 
 

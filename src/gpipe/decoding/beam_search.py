@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
@@ -62,7 +62,9 @@ class BeamSearch:
     ) -> None:
         self._model = FairseqModel(layers)
         self._device = next(layers.parameters()).device
-        self._dictionary = _make_dictionary(_find_vocabulary_size(layers))
+        softmax = layers[-1]
+        assert isinstance(softmax, nn.Linear)
+        self._dictionary = _make_dictionary(softmax.out_features)
         if not 1 <= num_beams < len(self._dictionary):
             raise ValueError(
                 f"num_beams is {num_beams}, expected 1 to {len(self._dictionary) - 1}, the vocabulary's size less 1: "
@@ -108,7 +110,10 @@ class BeamSearch:
         for row, tokens in zip(source, sentences, strict=True):
             row[: len(tokens) + 1] = torch.tensor([*tokens, dictionary.eos()])
         outputs = self._make_generator(limit).generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
-        return [[_make_hypothesis(one) for one in hypotheses] for hypotheses in outputs]
+        return [
+            [Hypothesis(one["tokens"][:-1].tolist(), float(one["score"])) for one in hypotheses]
+            for hypotheses in outputs
+        ]
 
     def _make_generator(self, limit: int) -> Any:
         """Make fairseq's search for translations of at most `limit` tokens."""
@@ -125,17 +130,6 @@ class BeamSearch:
             unk_penalty=math.inf,
             tokens_to_suppress=(self._dictionary.bos_word,),
         )
-
-
-def _make_hypothesis(output: dict[str, Tensor]) -> Hypothesis:
-    *tokens, _ = output["tokens"].tolist()
-    return Hypothesis(tokens, float(output["score"]))
-
-
-def _find_vocabulary_size(layers: nn.Sequential) -> int:
-    softmax = layers[-1]
-    assert isinstance(softmax, nn.Linear)
-    return softmax.out_features
 
 
 def _make_dictionary(vocabulary_size: int) -> Any:

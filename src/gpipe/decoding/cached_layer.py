@@ -23,7 +23,7 @@ class CachedLayer:
     def __init__(self, layer: DecoderLayer) -> None:
         self._layer = layer
         self._past: Sequence[Tensor] = ()
-        self._memory: Sequence[Tensor] = ()
+        self._memory: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, decoding: Decoding) -> Decoding:
         """Run the layer in evaluation mode, and extend the cache."""
@@ -41,11 +41,12 @@ class CachedLayer:
 
     def reorder(self, new_order: Tensor) -> None:
         """Move the cache to the hypotheses' new rows, and drop finished sentences."""
-        num_sentences = len(self._memory[0])
-        remaining = find_remaining(new_order, len(self._past[0]) // num_sentences)
+        assert self._memory is not None, "there is no order before the first position"
+        keys, values = self._memory
+        remaining = find_remaining(new_order, len(self._past[0]) // len(keys))
         self._past = [each.index_select(0, new_order) for each in self._past]
-        if len(remaining) < num_sentences:
-            self._memory = [each.index_select(0, remaining) for each in self._memory]
+        if len(remaining) < len(keys):
+            self._memory = keys.index_select(0, remaining), values.index_select(0, remaining)
 
 
 def find_remaining(new_order: Tensor, num_rows: int) -> Tensor:

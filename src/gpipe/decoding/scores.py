@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean
 
 import torch
@@ -28,10 +28,6 @@ class Scores:
     chrf: float
     fairseq_sacrebleu: float
     fairseq_bleu: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the scores by name."""
-        return asdict(self)
 
 
 def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scores:
@@ -64,15 +60,12 @@ def signatures() -> dict[str, str]:
 
 def average(scores: Iterable[Scores]) -> Scores:
     """Average each score over languages, with equal weights."""
-    rows = [one.as_dict() for one in scores]
-    return Scores(**{name: fmean(row[name] for row in rows) for name in rows[0]})
+    return Scores(*map(fmean, zip(*map(astuple, scores), strict=True)))
 
 
 def average_groups(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
     """Average over the scored languages of each group; leave out groups without any."""
-    found = {
-        name: [scores[language] for language in languages if language in scores] for name, languages in groups.items()
-    }
+    found = {name: [scores[each] for each in languages if each in scores] for name, languages in groups.items()}
     return {name: average(some) for name, some in found.items() if some}
 
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,11 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
             "group": "low" if language in groups["low"] else "high",
             "num_train_pairs": num_pairs[language],
             "num_sentences": len(texts[language][1]),
-            **scores[language].as_dict(),
+            **asdict(scores[language]),
         }
         for language in sorted(scores, key=lambda language: (-num_pairs[language], language))
     }
-    averages = {group: average.as_dict() for group, average in average_groups(scores, groups).items()}
+    averages = {group: asdict(average) for group, average in average_groups(scores, groups).items()}
     return {"languages": rows, "averages": averages, "signatures": signatures()}
 
 
