@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities
 from gpipe.data.randomness import make_epoch_generator, make_walk_generator
 from gpipe.data.text import sentence_walk
+from gpipe.data.text.parallel_corpus import Skipped
 from gpipe.data.text.sentences import Sentences
 from tests.data.text.small_text import made_up_corpus
 from tests.data.text.test_translation_loader import assert_equal, cut_one_by_one
@@ -201,8 +202,7 @@ def test_a_process_of_a_middle_stage_keeps_no_sentences() -> None:
 class EqualPairs:
     """So many pairs of equal sentences, which take no memory."""
 
-    skipped = ()
-    is_in_memory = False
+    skipped = Skipped()
 
     def __init__(self, num_pairs: int) -> None:
         shape = (num_pairs,)

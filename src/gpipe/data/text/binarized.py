@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from gpipe._compat.fairseq import VERSION, import_fairseq
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
-from gpipe.data.text.parallel_text import count_long_pairs, find_files
+from gpipe.data.text.parallel_text import describe_long, find_files
 from gpipe.data.text.sentences import Sentences, find_starts
-from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
+from gpipe.data.text.token_cache import CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import BEGIN, END, PADDING, UNKNOWN
 
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
@@ -88,22 +88,19 @@ def open_binarized(
 ) -> CachedPairs:
     """Open a binarised language, whose ids stay in its .bin files; check every id the first time."""
 
-    def fill(writer: PairsWriter) -> Sequence[Skipped]:
-        long = count_long_pairs(max_tokens)
+    def read(skipped: Skipped) -> Iterator[LanguagePairs]:
         num_read = 0
         for block in read_binarized_blocks(root, split, language, vocabulary_size):
             fits = np.maximum(block.sources.lengths, block.targets.lengths) <= max_tokens
-            if not fits.all():
-                first = num_read + int(np.argmin(fits)) + 1
-                long.add(int(np.count_nonzero(~fits)), f"{root / f'{split}.{language}-en'}:{first}")
-            writer.add(block.select(np.flatnonzero(fits)))
+            place = f"{root / f'{split}.{language}-en'}:{num_read + int(np.argmin(fits)) + 1}"
+            skipped.add(describe_long(max_tokens), int(np.count_nonzero(~fits)), place)
+            yield block.select(np.flatnonzero(fits))
             num_read += len(block)
-        return [long]
 
     *bins, source_index, target_index = files = find_binarized_files(root, split, language)
-    settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens, "tokenizer_sha256": None}
+    settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens}
     tokens = [(path, _read_header(index)[0]) for path, index in zip(bins, (source_index, target_index), strict=True)]
-    return cache.open(f"{split}.{language}-en", files, settings, fill, tokens)
+    return cache.open(f"{split}.{language}-en", files, settings, read, tokens)
 
 
 class _Side:

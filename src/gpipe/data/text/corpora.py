@@ -1,7 +1,7 @@
 """The corpora of sentence pairs, one row per name: how to read a corpus, and what its files look like."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +15,16 @@ from gpipe.data.text.multilingual_text import (
     read_embedded_pairs,
     read_vlc_pairs,
 )
-from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
+from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, list_some
 from gpipe.data.text.parallel_text import (
     TextEncoder,
     TextPair,
-    count_long_pairs,
+    describe_long,
     list_languages,
     open_text,
     read_text_pairs,
 )
-from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
+from gpipe.data.text.token_cache import DEFAULT_NAME, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
 _ALTERNATIVE = "data=multilingual_embedded uses 66,197 pairs of 102 languages that come with this package."
@@ -164,45 +164,29 @@ def open_corpus(
             f"data.cache is {cache}, but the corpus {name} is small and kept in memory: leave data.cache=null"
         )
     token_cache = TokenCache(Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME)
-    cached: dict[str, CachedPairs] = {}
     pairs: dict[str, LanguagePairs] = {}
-    skipped: dict[str, Sequence[Skipped]] = {}
     if source.pairs is None:
         size = _count_symbols(folder, chosen, tokenizer)
-        cached |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
+        pairs |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
     elif tokenizer is None:
         raise ValueError(f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns")
-    elif source.is_cached:
-        size = tokenizer.vocabulary_size
-        cached |= {each: open_text(token_cache, folder, split, each, tokenizer, max_tokens) for each in chosen}
     else:
         size, encoder = tokenizer.vocabulary_size, TextEncoder(tokenizer, max_tokens)
         for each in chosen:
-            pairs[each] = encoder.encode(source.pairs(folder, split, each))
-            skipped[each] = encoder.take_skipped()
-    pairs |= cached
-    skipped |= {each: found.skipped for each, found in cached.items()}
+            if source.is_cached:
+                pairs[each] = open_text(token_cache, folder, split, each, tokenizer, max_tokens)
+            else:
+                pairs[each] = encoder.encode(source.pairs(folder, split, each))
     for language, found in pairs.items():
         if not len(found):
-            reasons, has_long = _list_reasons(skipped[language]), _has_long_pairs(skipped[language], max_tokens)
+            reasons = [f"{number:,} pairs {reason} were skipped" for reason, (number, _) in found.skipped.items()]
+            listed = f" ({', '.join(reasons)})" if reasons else ""
+            remedy = "raise data.max_tokens, or" if describe_long(max_tokens) in found.skipped else "or"
             raise ValueError(
-                f"nothing is left of the language {language} in the split {split} of the corpus {name}{reasons}: "
-                f"leave it out of data.languages, {'raise data.max_tokens, ' if has_long else ''}or give it data"
+                f"nothing is left of the language {language} in the split {split} of the corpus {name}{listed}: leave "
+                f"it out of data.languages, {remedy} give it data"
             )
-    return ParallelCorpus(pairs, size, _add_up(skipped.values()), max_pairs if split == "train" else None)
-
-
-def _add_up(languages: Iterable[Sequence[Skipped]]) -> list[Skipped]:
-    """Add up the pairs left out of all languages, by reason; `first` is that of the first language."""
-    found: dict[str, Skipped] = {}
-    for skipped in languages:
-        for each in skipped:
-            found.setdefault(each.reason, replace(each, number=0)).add(each.number, each.first)
-    return list(found.values())
-
-
-def _has_long_pairs(skipped: Sequence[Skipped], max_tokens: int) -> bool:
-    return any(each.number for each in skipped if each.reason == count_long_pairs(max_tokens).reason)
+    return ParallelCorpus(pairs, size, max_pairs if split == "train" else None)
 
 
 def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
@@ -229,11 +213,6 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
                 f"{list_some(known)}"
             )
     return sorted(set(languages))
-
-
-def _list_reasons(skipped: Sequence[Skipped]) -> str:
-    reasons = [f"{each.number:,} pairs {each.reason} were skipped" for each in skipped if each.number]
-    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _find_row(name: str) -> CorpusSource:

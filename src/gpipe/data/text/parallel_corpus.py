@@ -1,10 +1,8 @@
 """Sentence pairs as token ids, by language, as the loader reads them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,46 +13,30 @@ TARGET_LANGUAGE = "en"
 _SUBSET = 0x9A125  # keeps the choice of a subset apart from other random data
 
 
-@dataclass
-class Skipped:
-    """Counts the pairs that were left out of a corpus for one reason, and notes the first.
+class Skipped(dict[str, tuple[int, str]]):
+    """Counts the pairs that were left out, by reason: reason -> (their number, the place of the first).
 
-    Attributes:
-        reason: continues "skipped 3 pairs ".
-        number: the number of pairs.
-        first: the place of the first pair, such as "train.de-en.de:17".
+    A reason continues "skipped 3 pairs ". A place is such as "train.de-en.de:17".
     """
 
-    reason: str
-    number: int = 0
-    first: str = ""
-
-    def add(self, number: int, first: str) -> None:
+    def add(self, reason: str, number: int, first: str) -> None:
         """Count more pairs, the first of them at the place `first`."""
-        self.first = self.first if self.number else first
-        self.number += number
+        if number:
+            before, place = self.get(reason, (0, first))
+            self[reason] = before + number, place
 
 
 class LanguagePairs:
-    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`."""
+    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`.
 
-    def __init__(self, sources: Sentences, targets: Sentences) -> None:
-        self._sources, self._targets = sources, targets
+    Args:
+        sources: the sentences of the language.
+        targets: the same sentences in the target language.
+        skipped: the pairs that were left out.
+    """
 
-    @property
-    def sources(self) -> Sentences:
-        """The sentences of the language."""
-        return self._sources
-
-    @property
-    def targets(self) -> Sentences:
-        """The same sentences in the target language."""
-        return self._targets
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the token ids are in memory; otherwise they are in a mapped file."""
-        return self.sources.is_in_memory
+    def __init__(self, sources: Sentences, targets: Sentences, skipped: Skipped | None = None) -> None:
+        self.sources, self.targets, self.skipped = sources, targets, skipped or Skipped()
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -78,11 +60,12 @@ class LanguagePairs:
         """Prepare to read these pairs soon; only `CachedPairs` needs to."""
 
     @classmethod
-    def join(cls, parts: "Sequence[LanguagePairs]") -> "LanguagePairs":
+    def join(cls, parts: "Sequence[LanguagePairs]", skipped: Skipped | None = None) -> "LanguagePairs":
         """Concatenate pairs that are in memory."""
-        return LanguagePairs(
-            Sentences.join([part.sources for part in parts]), Sentences.join([part.targets for part in parts])
+        sources, targets = (
+            Sentences.join(side) for side in zip(*((each.sources, each.targets) for each in parts), strict=True)
         )
+        return LanguagePairs(sources, targets, skipped)
 
     def _count_longer_side(self) -> NDArray[np.int32]:
         everything = slice(None)
@@ -97,7 +80,6 @@ class ParallelCorpus:
     Args:
         pairs: language -> its pairs, at least one each.
         vocabulary_size: the size of the vocabulary that both sides share.
-        skipped: the pairs that were left out.
         max_pairs: the most pairs of each language. A smaller number keeps a subset of what a larger one keeps. The
             choice briefly takes eight bytes per pair of the language.
 
@@ -108,22 +90,19 @@ class ParallelCorpus:
         languages: the sorted names.
     """
 
-    def __init__(
-        self,
-        pairs: Mapping[str, LanguagePairs],
-        vocabulary_size: int,
-        skipped: Sequence[Skipped] = (),
-        max_pairs: int | None = None,
-    ) -> None:
+    def __init__(self, pairs: Mapping[str, LanguagePairs], vocabulary_size: int, max_pairs: int | None = None) -> None:
         if not pairs:
             raise ValueError("the corpus has no language: give at least one")
         self.languages = tuple(sorted(pairs))
         self.vocabulary_size = vocabulary_size
-        self._skipped = [each for each in skipped if each.number]
+        self._skipped = Skipped()
+        for language in pairs.values():
+            for reason, (number, first) in language.skipped.items():
+                self._skipped.add(reason, number, first)
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
         self._blocks = self._pairs
-        if all(each.is_in_memory for each in self._pairs):
+        if all(each.sources.is_in_memory for each in self._pairs):
             # One array for all languages: a mini-batch is one read, and the tokens are stored only once.
             whole = LanguagePairs.join(self._pairs)
             self._blocks = [whole]
@@ -170,26 +149,27 @@ class ParallelCorpus:
         """Return the index into `languages` of each of these pairs."""
         return np.searchsorted(self._firsts, numbers, side="right") - 1
 
-    def pad_sources(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return the sources of pairs by their numbers, int64 [len(numbers), width], padded on the right."""
-        return self._pad(numbers, width, attrgetter("sources"))
-
-    def pad_targets(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return the targets of pairs, like `pad_sources`."""
-        return self._pad(numbers, width, attrgetter("targets"))
-
     def warnings(self) -> list[str]:
         """Return one sentence per reason why pairs were left out."""
-        return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
+        return [
+            f"skipped {number:,} pairs {reason}, the first at {first}"
+            for reason, (number, first) in self._skipped.items()
+        ]
 
-    def _pad(
-        self, numbers: NDArray[np.int64], width: int, get_side: Callable[[LanguagePairs], Sentences]
-    ) -> NDArray[np.int64]:
+    def pad(self, side: str, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return one side of pairs by their numbers, int64 [len(numbers), width], padded on the right.
+
+        Args:
+            side: "sources" or "targets".
+            numbers: those of the pairs.
+            width: the length of the longest, or more.
+        """
         batch = np.empty((len(numbers), width), np.int64)
         blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
         for block in np.unique(blocks):
             here = blocks == block
-            batch[here] = get_side(self._blocks[block]).pad(numbers[here] - self._block_firsts[block], width)
+            sentences: Sentences = getattr(self._blocks[block], side)
+            batch[here] = sentences.pad(numbers[here] - self._block_firsts[block], width)
         return batch
 
 

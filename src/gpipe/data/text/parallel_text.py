@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
 from gpipe.data.text.sentences import Sentences
-from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
+from gpipe.data.text.token_cache import CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
 _LONGEST_LINE = 1 << 20  # bytes: a file without line breaks would fill the memory
@@ -96,21 +96,16 @@ def open_text(
 ) -> CachedPairs:
     """Open a language of plain text; tokenise it the first time, block by block."""
 
-    def fill(writer: PairsWriter) -> Sequence[Skipped]:
+    def read(skipped: Skipped) -> Iterator[LanguagePairs]:
         encoder = TextEncoder(tokenizer, max_tokens)
-        for block in encoder.encode_blocks(read_text_pairs(root, split, language)):
-            writer.add(block)
-        return encoder.take_skipped()
+        return encoder.encode_blocks(read_text_pairs(root, split, language), skipped)
 
     settings = {
         "vocabulary_size": tokenizer.vocabulary_size,
         "max_tokens": max_tokens,
         "tokenizer_sha256": tokenizer.sha256,
     }
-    return cache.open(f"{split}.{language}-en", find_text_files(root, split, language), settings, fill)
-
-
-_Encoded = tuple[TextPair, list[int], list[int]]
+    return cache.open(f"{split}.{language}-en", find_text_files(root, split, language), settings, read)
 
 
 class TextEncoder:
@@ -125,37 +120,31 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._targets: dict[str, list[int]] = {}
-        self._empty, self._long = self._start_counting()
-
-    def take_skipped(self) -> tuple[Skipped, Skipped]:
-        """Return the pairs that were left out since the last call: empty ones, and long ones."""
-        found = self._empty, self._long
-        self._empty, self._long = self._start_counting()
-        return found
-
-    def _start_counting(self) -> tuple[Skipped, Skipped]:
-        return Skipped("with an empty line"), count_long_pairs(self._max_tokens)
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids."""
-        blocks = list(self.encode_blocks(pairs)) or [self._encode_block([])]
-        return LanguagePairs.join(blocks)
+        skipped = Skipped()
+        blocks = list(self.encode_blocks(pairs, skipped)) or [self._encode_block([], skipped)]
+        return LanguagePairs.join(blocks, skipped)
 
-    def encode_blocks(self, pairs: Iterable[TextPair]) -> Iterator[LanguagePairs]:
-        """Yield the pairs of one language as ids, block by block."""
-        return map(self._encode_block, _cut_blocks(pairs))
+    def encode_blocks(self, pairs: Iterable[TextPair], skipped: Skipped) -> Iterator[LanguagePairs]:
+        """Yield the pairs of one language as ids, block by block; add those that are left out to `skipped`."""
+        return (self._encode_block(block, skipped) for block in _cut_blocks(pairs))
 
-    def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
+    def _encode_block(self, block: list[TextPair], skipped: Skipped) -> LanguagePairs:
         sources = self._tokenizer.encode_lines([pair.source for pair in block])
         targets = self._encode_targets([pair.target for pair in block])
-        encoded = list(zip(block, sources, targets, strict=True))
-        full = [each for each in encoded if each[1] and each[2]]
-        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END adds one
-        _count_skipped(self._empty, encoded, full)
-        _count_skipped(self._long, full, short)
-        size = self._tokenizer.vocabulary_size
-        kept = Sentences.pack([ids for _, ids, _ in short], size), Sentences.pack([ids for _, _, ids in short], size)
-        return LanguagePairs(*kept)
+        kept: tuple[list[list[int]], list[list[int]]] = [], []
+        for pair, source, target in zip(block, sources, targets, strict=True):
+            is_long = max(len(source), len(target)) >= self._max_tokens  # END adds one
+            if source and target and not is_long:
+                kept[0].append(source)
+                kept[1].append(target)
+            else:
+                reason = describe_long(self._max_tokens) if source and target else "with an empty line"
+                skipped.add(reason, 1, f"{pair.file}:{pair.line}")
+        packed, english = (Sentences.pack(side, self._tokenizer.vocabulary_size) for side in kept)
+        return LanguagePairs(packed, english)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
         """Encode English lines, and cache some, because a corpus of many languages repeats them."""
@@ -166,16 +155,9 @@ class TextEncoder:
         return [self._targets[line] for line in lines]
 
 
-def _count_skipped(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> None:
-    """Count what is in `before` but not in `after`; both have the same order."""
-    if len(after) < len(before):
-        first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])[0]
-        skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
-
-
-def count_long_pairs(max_tokens: int) -> Skipped:
-    """Return a counter of the pairs that are too long."""
-    return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
+def describe_long(max_tokens: int) -> str:
+    """Return the reason why pairs that are too long are left out."""
+    return f"longer than {max_tokens} tokens (data.max_tokens)"
 
 
 def _cut_blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:

@@ -26,8 +26,9 @@ class Sentences:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Return the ids of one sentence, int64 [length], END included."""
-        start = self.starts[index]
-        return self.tokens[start : start + self.lengths[index]].astype(np.int64)
+        rows = np.array([range(len(self))[index]])
+        (sentence,) = self.pad(rows, int(self.get_lengths(rows)[0]))
+        return np.asarray(sentence)
 
     def select(self, rows: NDArray[Any] | slice) -> Self:
         """Return some of the sentences, by indices, mask or slice; the tokens are not copied."""

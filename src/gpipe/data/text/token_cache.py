@@ -17,10 +17,9 @@ import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,12 +33,10 @@ from gpipe.data.text.sentences import Sentences, choose_token_type
 from gpipe.durable_files import flush, locked, write_flushed
 
 DEFAULT_NAME = "token_cache"
-_FORMAT = 1
+_FORMAT = 2
 _DESCRIPTION = "description.json"
 _SIDES = ("sources", "targets")
 _START, _LENGTH = np.dtype("<i8"), np.dtype("<i4")
-_NUMBERS = ("num_pairs", "num_tokens", "longest")
-_MAX_DESCRIPTION_BYTES = 1 << 16
 _PIECE = 1 << 10  # the fewest pairs to prefetch at a time
 
 Key = Mapping[str, Any]
@@ -56,23 +53,18 @@ class _Description(BaseModel):
     longest: NonNegativeInt
     sources_bytes: NonNegativeInt
     targets_bytes: NonNegativeInt
-    skipped: list[tuple[str, int, str]]
+    skipped: dict[str, tuple[int, str]]
 
-    @classmethod
-    def read(cls, folder: Path) -> "_Description":
-        """Read and validate the description of a folder."""
-        try:
-            with (folder / _DESCRIPTION).open("rb") as file:
-                content = file.read(_MAX_DESCRIPTION_BYTES + 1)
-            if len(content) > _MAX_DESCRIPTION_BYTES:
-                raise ValueError("it is too long")
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            cause = error.errors()[0]
-            field = "".join(f"{part}: " for part in cause["loc"][:1])
-            raise _explain_damage(folder, f"its {_DESCRIPTION} is invalid: {field}{cause['msg']}") from error
-        except (OSError, ValueError) as error:
-            raise _explain_damage(folder, f"its {_DESCRIPTION} cannot be read: {error}") from error
+
+def _read_description(folder: Path) -> _Description:
+    try:
+        return _Description.model_validate_json((folder / _DESCRIPTION).read_bytes())
+    except OSError as error:
+        raise _explain_damage(folder, f"its {_DESCRIPTION} cannot be read: {error}") from error
+    except ValidationError as error:
+        cause = error.errors()[0]
+        field = "".join(f"{part}: " for part in cause["loc"][:1])
+        raise _explain_damage(folder, f"its {_DESCRIPTION} is invalid: {field}{cause['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,6 @@ class CachedSentences(Sentences):
     max_tokens: int
     vocabulary_size: int
     is_in_memory: ClassVar[bool] = False
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Return the ids of one sentence, int64 [length], END included."""
-        rows = np.array([range(len(self))[index]])
-        (sentence,) = self.pad(rows, int(self.get_lengths(rows)[0]))
-        return np.asarray(sentence)
 
     def get_lengths(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
         """Return the lengths of some of the sentences."""
@@ -109,23 +95,32 @@ class CachedSentences(Sentences):
 
 
 class _MappedFile:
-    """A file of numbers mapped into memory: the system reads the parts in use and may drop them again."""
+    """A file of numbers mapped into memory: the system reads the parts in use and may drop them again.
 
-    def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.numbers = np.frombuffer(self._map, kind)
+    Raises:
+        ValueError: the file has another size than `num_bytes`; None expects none.
+    """
+
+    def __init__(self, path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> None:
+        found = path.stat().st_size if path.is_file() else None
+        if num_bytes is not None and found != num_bytes:
+            raise _explain_damage(path.parent, f"{path.name} has {found} bytes, expected {num_bytes}")
+        self.numbers, self._map = np.empty(0, kind), None
+        if found:  # an empty file cannot be mapped
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.numbers = np.frombuffer(self._map, kind)
 
     def prefetch(self, first: int, end: int) -> None:
         """Start reading the numbers first .. end - 1 from the disk, as far as they exist."""
         size = self.numbers.itemsize
         begin, stop = max(0, first) * size // mmap.PAGESIZE * mmap.PAGESIZE, min(end, len(self.numbers)) * size
-        if begin < stop:
+        if self._map is not None and begin < stop:
             self._map.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
 
 
 class CachedPairs(LanguagePairs):
-    """The pairs of one language in a cache; its files are mapped when a sentence is first read.
+    """The pairs of one language in a cache.
 
     Args:
         folder: the language's folder.
@@ -137,41 +132,28 @@ class CachedPairs(LanguagePairs):
     """
 
     def __init__(self, folder: Path, key: Key, tokens: Sequence[tuple[Path, np.dtype[Any]]] | None) -> None:
-        self._folder, self._key = folder, key
-        description = _Description.read(folder)
-        if description.key != json.loads(json.dumps(key)):
+        found = _read_description(folder)
+        if found.key != json.loads(json.dumps(key)):
             raise _explain_damage(folder, "it was made from other files or settings")
-        self._num_pairs, self.num_tokens = description.num_pairs, description.num_tokens
-        self.longest = description.longest
-        if self.longest > key["max_tokens"] or not len(self) <= self.num_tokens <= len(self) * self.longest:
+        num, longest = found.num_pairs, found.longest
+        if longest > key["max_tokens"] or not num <= found.num_tokens <= num * longest:
             raise _explain_damage(folder, f"its {_DESCRIPTION} contradicts itself")
-        self.skipped = [Skipped(*row) for row in description.skipped]
-        kind = choose_token_type(key["vocabulary_size"])
-        self._tokens = tokens or [(folder / f"{side}.tokens", kind) for side in _SIDES]
-        for side in _SIDES:
-            self._check_size(f"{side}.starts", self._num_pairs * _START.itemsize)
-            self._check_size(f"{side}.lengths", self._num_pairs * _LENGTH.itemsize)
-            if tokens is None:
-                self._check_size(f"{side}.tokens", getattr(description, f"{side}_bytes"))
-
-    def __len__(self) -> int:
-        """Return the number of pairs."""
-        return self._num_pairs
-
-    @property
-    def is_in_memory(self) -> bool:
-        """False, without mapping the files."""
-        return False
-
-    @cached_property
-    def sources(self) -> Sentences:
-        """The sentences of the language."""
-        return self._sentences(0)
-
-    @cached_property
-    def targets(self) -> Sentences:
-        """The same sentences in the target language."""
-        return self._sentences(1)
+        kind, sizes = choose_token_type(key["vocabulary_size"]), (found.sources_bytes, found.targets_bytes)
+        self._files = [
+            (
+                _MappedFile(*tokens[side]) if tokens else _MappedFile(folder / f"{name}.tokens", kind, sizes[side]),
+                _MappedFile(folder / f"{name}.starts", _START, num * _START.itemsize),
+                _MappedFile(folder / f"{name}.lengths", _LENGTH, num * _LENGTH.itemsize),
+            )
+            for side, name in enumerate(_SIDES)
+        ]
+        limits = folder, int(key["max_tokens"]), int(key["vocabulary_size"])
+        sources, targets = (
+            CachedSentences(ids.numbers, starts.numbers, lengths.numbers, *limits)
+            for ids, starts, lengths in self._files
+        )
+        super().__init__(sources, targets, Skipped(found.skipped))
+        self.num_tokens, self.longest = found.num_tokens, longest
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
         """Start reading these pairs from the disk, in as few pieces as possible."""
@@ -187,78 +169,6 @@ class CachedPairs(LanguagePairs):
                 last = int(starts.numbers[end - 1]) + int(lengths.numbers[end - 1])
                 tokens.prefetch(int(starts.numbers[first]), last)
 
-    @cached_property
-    def _files(self) -> list[tuple[_MappedFile, _MappedFile, _MappedFile]]:
-        """The tokens, starts and lengths of each side."""
-        return [
-            (
-                _MappedFile(*tokens),
-                _MappedFile(self._folder / f"{side}.starts", _START),
-                _MappedFile(self._folder / f"{side}.lengths", _LENGTH),
-            )
-            for side, tokens in zip(_SIDES, self._tokens, strict=True)
-        ]
-
-    def _sentences(self, side: int) -> CachedSentences:
-        tokens, starts, lengths = (file.numbers for file in self._files[side])
-        return CachedSentences(
-            tokens, starts, lengths, self._folder, self._key["max_tokens"], self._key["vocabulary_size"]
-        )
-
-    def _check_size(self, name: str, expected: Any) -> None:
-        path = self._folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or found != expected:
-            raise _explain_damage(self._folder, f"{name} has {found} bytes, expected {expected}")
-
-
-class PairsWriter:
-    """Writes the pairs of one language into a folder, block by block.
-
-    Args:
-        folder: the language's folder.
-        files: closes the files.
-        keep_tokens: copy the ids too. False if `starts` refer to other files of ids.
-    """
-
-    def __init__(self, folder: Path, files: ExitStack, *, keep_tokens: bool) -> None:
-        kinds = ("tokens", "starts", "lengths")
-        self._files = {
-            (side, kind): files.enter_context((folder / f"{side}.{kind}").open("wb"))
-            for side in _SIDES
-            for kind in kinds
-            if keep_tokens or kind != "tokens"
-        }
-        self._keep_tokens = keep_tokens
-        self._places = dict.fromkeys(_SIDES, 0)
-        self._bytes = dict.fromkeys(_SIDES, 0)
-        self._counts = dict.fromkeys(_NUMBERS, 0)
-
-    def add(self, pairs: LanguagePairs) -> None:
-        """Append pairs. With keep_tokens, the array of each side must hold its sentences in order and nothing else."""
-        self._counts["num_pairs"] += len(pairs)
-        self._counts["num_tokens"] += pairs.num_tokens
-        self._counts["longest"] = max(self._counts["longest"], pairs.longest)
-        for side, sentences in zip(_SIDES, (pairs.sources, pairs.targets), strict=True):
-            starts = sentences.starts
-            if self._keep_tokens:
-                starts = starts + self._places[side]
-                self._places[side] += len(sentences.tokens)
-                self._bytes[side] += sentences.tokens.nbytes
-                self._files[side, "tokens"].write(sentences.tokens.data)
-            self._files[side, "starts"].write(np.ascontiguousarray(starts, _START).data)
-            self._files[side, "lengths"].write(np.ascontiguousarray(sentences.lengths, _LENGTH).data)
-
-    def finish(self) -> dict[str, Any]:
-        """Flush all files to the disk; return the counts of what was written."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        return self._counts | {f"{side}_bytes": number for side, number in self._bytes.items()}
-
-
-Fill = Callable[[PairsWriter], Sequence[Skipped]]
-
 
 @dataclass(frozen=True)
 class TokenCache:
@@ -271,26 +181,30 @@ class TokenCache:
         name: str,
         files: Sequence[Path],
         settings: Mapping[str, Any],
-        fill: Fill,
+        read: Callable[[Skipped], Iterable[LanguagePairs]],
         tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
     ) -> CachedPairs:
-        """Return the pairs of a language; `fill` writes them, unless they are in the cache.
+        """Return the pairs of a language; read and write them, unless they are in the cache.
 
         Args:
             name: such as train.de-en.
             files: the files that the pairs come from.
             settings: what else the pairs depend on, including vocabulary_size and max_tokens.
-            fill: writes the pairs, and returns what it left out.
+            read: yields the pairs block by block, and counts what it leaves out. If `tokens` is None, the array of each
+                side of a block must hold its sentences in order and nothing else.
             tokens: as in `CachedPairs`.
 
         Raises:
-            ValueError: the cache is damaged, its folder cannot be written, or `fill` failed.
+            ValueError: the cache is damaged, its folder cannot be written, or `read` failed.
         """
         key = {"format": _FORMAT, "files": _describe(files), **settings}
         folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
         if not folder.exists():
             try:
-                self._build(folder, key, files, fill, keep_tokens=tokens is None)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with locked(self.folder / ".lock"):
+                    if not folder.exists():  # no other process has just written it
+                        self._write(folder, key, files, read, keep_tokens=tokens is None)
             except OSError as error:
                 raise ValueError(
                     f"the token cache {self.folder} cannot be written ({error}): free space there, or set data.cache "
@@ -298,29 +212,59 @@ class TokenCache:
                 ) from error
         return CachedPairs(folder, key, tokens)
 
-    def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / ".lock"):
-            if folder.exists():  # another process has just written it
-                return
-            for left in self.folder.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
-                shutil.rmtree(left)
-            partial = self.folder / f".{folder.name}.partial"
-            partial.mkdir()
-            print(f"reading {folder.name.rpartition('.')[0]} into {self.folder}, once", file=sys.stderr, flush=True)
-            try:
-                with ExitStack() as stack:
-                    writer = PairsWriter(partial, stack, keep_tokens=keep_tokens)
-                    skipped = [[each.reason, each.number, each.first] for each in fill(writer) if each.number]
-                    description = {"key": key, "skipped": skipped, **writer.finish()}
-                if _describe(files) != key["files"]:
-                    raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
-                write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
-                partial.rename(folder)
-                flush(self.folder)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+    def _write(
+        self,
+        folder: Path,
+        key: Key,
+        files: Sequence[Path],
+        read: Callable[[Skipped], Iterable[LanguagePairs]],
+        *,
+        keep_tokens: bool,
+    ) -> None:
+        for left in self.folder.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
+            shutil.rmtree(left)
+        partial = self.folder / f".{folder.name}.partial"
+        partial.mkdir()
+        print(f"reading {folder.name.rpartition('.')[0]} into {self.folder}, once", file=sys.stderr, flush=True)
+        skipped = Skipped()
+        try:
+            counts = _write_pairs(partial, read(skipped), keep_tokens=keep_tokens)
+            if _describe(files) != key["files"]:
+                raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
+            description = {"key": key, "skipped": skipped, **counts}
+            write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
+            partial.rename(folder)
+            flush(self.folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: bool) -> dict[str, int]:
+    """Write pairs block by block, and flush them to the disk; return their counts."""
+    counts = dict.fromkeys(("num_pairs", "num_tokens", "longest", *(f"{side}_bytes" for side in _SIDES)), 0)
+    kinds = ("tokens", "starts", "lengths") if keep_tokens else ("starts", "lengths")
+    with ExitStack() as stack:
+        files = {
+            (side, kind): stack.enter_context((folder / f"{side}.{kind}").open("wb"))
+            for side in _SIDES
+            for kind in kinds
+        }
+        for pairs in blocks:
+            counts["num_pairs"] += len(pairs)
+            counts["num_tokens"] += pairs.num_tokens
+            counts["longest"] = max(counts["longest"], pairs.longest)
+            for side, sentences in zip(_SIDES, (pairs.sources, pairs.targets), strict=True):
+                starts = sentences.starts
+                if keep_tokens:
+                    starts = starts + counts[f"{side}_bytes"] // sentences.tokens.itemsize
+                    counts[f"{side}_bytes"] += files[side, "tokens"].write(sentences.tokens.data)
+                files[side, "starts"].write(np.ascontiguousarray(starts, _START).data)
+                files[side, "lengths"].write(np.ascontiguousarray(sentences.lengths, _LENGTH).data)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    return counts
 
 
 def _describe(files: Sequence[Path]) -> list[list[Any]]:

@@ -178,10 +178,10 @@ class TranslationLoader(EpochPosition):
     def _batch(self, corpus: ParallelCorpus, shard: "_Shard", start: int, end: int) -> TranslationBatch:
         """Return this replica's part of a mini-batch, as wide as the whole mini-batch."""
         own = shard.numbers[start:end][self._replica_index :: self._num_replicas]
-        tokens = corpus.pad_targets(own, int(shard.targets[start:end].max()))
+        tokens = corpus.pad("targets", own, int(shard.targets[start:end].max()))
         inputs, targets = None, None
         if self._load_inputs:
-            source = corpus.pad_sources(own, int(shard.sources[start:end].max()))
+            source = corpus.pad("sources", own, int(shard.sources[start:end].max()))
             inputs = torch.from_numpy(source), torch.from_numpy(_shift_right(tokens))
         if self._load_targets:
             languages = corpus.language_numbers(own)
