@@ -21,6 +21,15 @@ def refuse_root(name: str, root: str | Path | None) -> None:
         )
 
 
+def refuse_two_sources(share: float | None, val: Path, what: str) -> None:
+    """Raise ValueError if there are both a share of the training data and other data for evaluation."""
+    if share is not None and val.exists():
+        raise ValueError(
+            f"data.validation_share is {share:g}, but {val} {what} for evaluation: set data.validation_share=null, or "
+            "rename it."
+        )
+
+
 def find_training_folder(root: Path) -> Path:
     """Return root/train or, if there is no such folder, root."""
     return root / "train" if (root / "train").is_dir() else root
@@ -72,17 +81,18 @@ class Location:
             refuse_root(name, root)
         folder = Path(root).expanduser() if root else self.default_root if root is None else None
         if self.package is not None and find_spec(self.package) is None:
-            raise DataMissing(self._explain(name, f"the Python package {self.package}"))
+            raise DataMissing(self.explain(name, f"the Python package {self.package}"))
         if not self.required:
             return folder or Path()
         if folder is None:
-            raise DataMissing(self._explain(name, "the folder data.root, which is not set"))
+            raise DataMissing(self.explain(name, "the folder data.root, which is not set"))
         missing = [pattern for pattern in self.required if next(folder.glob(pattern), None) is None]
         if missing:
-            raise DataMissing(self._explain(name, f"{', '.join(missing)} in the folder {folder}"))
+            raise DataMissing(self.explain(name, f"{', '.join(missing)} in the folder {folder}"))
         return folder
 
-    def _explain(self, name: str, looked_for: str) -> str:
+    def explain(self, name: str, looked_for: str) -> str:
+        """Return the message of DataMissing."""
         tree = f"Expected tree:\n{self.tree}\n" if self.tree else ""
         return (
             f"The {self.noun} {name} is missing.\n"

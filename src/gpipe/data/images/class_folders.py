@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpipe.data.images.image_set import IMAGE_SUFFIXES, ImageFiles, is_class_name, is_hidden, is_image
-from gpipe.data.location import find_training_folder
+from gpipe.data.location import find_training_folder, refuse_two_sources
 
 _FOLDERS = {"train": "train", "test": "val"}
 
@@ -32,13 +32,8 @@ def check_own_folders(root: Path, share: float | None) -> None:
         root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
         share: the share of each class's images for evaluation; None if root/val has them.
     """
-    has_val = (root / "val").is_dir()
-    if share is not None and has_val:
-        raise ValueError(
-            f"data.validation_share is {share:g}, but {root / 'val'} has images for evaluation: set "
-            "data.validation_share=null, or rename that folder."
-        )
-    if share is None and not (has_val and (root / "train").is_dir()):
+    refuse_two_sources(share, root / "val", "has images")
+    if share is None and not all((root / name).is_dir() for name in ("train", "val")):
         raise ValueError(
             f"data.root is {root}, which has no train/<class> and val/<class>: sort your images into these, or set "
             "data.validation_share=0.1 to evaluate on a tenth of each class."

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import draw_share, take_share
 from gpipe.data.images.image_set import ImageFiles, are_files, is_class_name
+from gpipe.data.location import refuse_two_sources
 
 _SUFFIXES = (".csv", ".parquet")
 _TABLES = {"train": "train", "test": "val"}
@@ -54,11 +55,8 @@ def check_own_table(root: Path, share: float | None) -> None:
         share: the share of each class's images for evaluation; None if root has a table for that.
     """
     table, val = _read_split(root, "train"), _find_table(root, "val")
-    if share is not None and val is not None:
-        raise ValueError(
-            f"data.validation_share is {share:g}, but {val} lists images for evaluation: set data.validation_share="
-            "null, or rename that file."
-        )
+    if val is not None:
+        refuse_two_sources(share, val, "lists images")
     if share is None and val is None:
         raise ValueError(
             f"data.root is {root}, which has no val.csv or val.parquet: add one, or set data.validation_share=0.1 to "

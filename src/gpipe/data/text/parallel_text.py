@@ -59,7 +59,7 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
     """
     paths = find_text_files(root, split, language)
     counts = [0, 0]
-    for source, target in zip_longest(*map(_read_lines, paths)):
+    for source, target in zip_longest(*(read_lines(path, _LONGEST_LINE) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, (source, target), strict=True)]
         if source is not None and target is not None:
             yield TextPair(source, target, str(paths[0]), counts[0])
@@ -70,25 +70,24 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
         )
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path, longest: int | None = None) -> Iterator[str]:
+    """Yield the lines of a file in UTF-8; refuse one of more than `longest` bytes, if there is a limit.
+
+    Raises:
+        ValueError: a line is too long or not UTF-8, or the file cannot be read.
+    """
+    limit = -1 if longest is None else longest + 1
     try:
         with path.open("rb") as stream:
-            for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), start=1):
-                if len(line) > _LONGEST_LINE:
+            for number, line in enumerate(iter(lambda: stream.readline(limit), b""), start=1):
+                if len(line) == limit:
                     raise ValueError(f"{path}:{number} is longer than 1 MiB: write one sentence per line")
-                yield _decode(line, path, number)
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start + 1} of the line is {line[error.start]:#04x}"
+        raise ValueError(f"{path}:{number} is not UTF-8 ({place}): convert the file to UTF-8") from error
     except OSError as error:  # the token cache would take it for its own
         raise ValueError(f"{path} cannot be read ({error.strerror}): make it readable, or copy it again") from error
-
-
-def _decode(line: bytes, path: Path, number: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}:{number} is not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}): "
-            "convert the file to UTF-8"
-        ) from error
 
 
 def open_text(

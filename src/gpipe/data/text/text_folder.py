@@ -11,13 +11,24 @@ from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import walk
 from gpipe.data.images.image_set import SPLITS, is_hidden
-from gpipe.data.location import DataMissing, check_known, find_training_folder
+from gpipe.data.location import DataMissing, Location, check_known, find_training_folder, refuse_two_sources
+from gpipe.data.text.parallel_text import read_lines
 from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
 
 CACHE = ".token_cache"
 _FOLDERS = {"train": "train", "test": "val"}
 _LINES = 10_000  # to encode at once
+_LOCATION = Location(
+    noun="text",
+    tree="""\
+  <data.root>/train/<name>.txt    UTF-8, any folders in between
+  <data.root>/val/<name>.txt
+or, with data.validation_share=0.1,
+  <data.root>/<name>.txt""",
+    how_to_get="put your text there, and set data.root.",
+    alternative="data=random_tokens, to measure speed.",
+)
 
 
 class TextSequences:
@@ -53,32 +64,13 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
         ValueError: there is a share, but root/val has texts too.
     """
     if not root:
-        raise DataMissing(_explain("the folder data.root, which is not set"))
+        raise DataMissing(_LOCATION.explain("text_folder", "the folder data.root, which is not set"))
     folder = Path(root).expanduser()
-    has_val = (folder / "val").is_dir()
-    if share is not None and has_val:
-        raise ValueError(
-            f"data.validation_share is {share:g}, but {folder / 'val'} has texts for evaluation: set "
-            "data.validation_share=null, or rename that folder."
-        )
+    refuse_two_sources(share, folder / "val", "has texts")
     for place in (find_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
         if next(_files(place), None) is None:
-            raise DataMissing(_explain(f"files that end with .txt in {place}"))
+            raise DataMissing(_LOCATION.explain("text_folder", f"files that end with .txt in {place}"))
     return folder
-
-
-def _explain(looked_for: str) -> str:
-    return (
-        "The text text_folder is missing.\n"
-        f"Looked for: {looked_for}.\n"
-        "Expected tree:\n"
-        "  <data.root>/train/<name>.txt    UTF-8, any folders in between\n"
-        "  <data.root>/val/<name>.txt\n"
-        "or, with data.validation_share=0.1,\n"
-        "  <data.root>/<name>.txt\n"
-        "How to get it: put your text there, and set data.root.\n"
-        "Without it: data=random_tokens, to measure speed."
-    )
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -125,26 +117,18 @@ def _read_cached(
 ) -> NDArray[np.int32]:
     """Return the tokens of files, from the cache if it was made from the same files with the same tokenizer."""
     stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    sharing = "rounded over all files"  # in an older cache, the share was rounded in each file
-    key = sha256(repr((tokenizer.sha256, share, sharing, split, stats)).encode()).hexdigest()
+    key = sha256(repr((split, share, tokenizer.sha256, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
-    if (found := _load(cached)) is not None:
-        return found
     with ExitStack() as stack:
-        is_writable = True
-        try:
+        with suppress(OSError):  # in a folder without write access, every start reads the text
             cached.parent.mkdir(exist_ok=True)
             stack.enter_context(locked(cached.parent / ".lock"))
-        except OSError:  # a folder without write access: every start reads the text
-            is_writable = False
-        if (found := _load(cached)) is not None:  # another process has just written it
+        if (found := _load(cached)) is not None:
             return found
         files = (_encode(path, tokenizer) for path in paths)
         tokens = np.concatenate(list(files if share is None else _take_split(files, share, split)))
-        with suppress(OSError):
-            if is_writable:
-                with replacing(cached) as partial, partial.open("wb") as stream:
-                    np.save(stream, tokens, allow_pickle=False)
+        with suppress(OSError), replacing(cached) as partial, partial.open("wb") as stream:
+            np.save(stream, tokens, allow_pickle=False)
     return tokens
 
 
@@ -159,29 +143,11 @@ def _load(cached: Path) -> NDArray[np.int32] | None:
 
 def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Return the tokens of a file's lines."""
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            parts = []
-            while lines := list(islice(stream, _LINES)):
-                parts.append(_join(tokenizer.encode_lines(lines)))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, line {_find_line(path)}, is not UTF-8 ({error.reason}): convert it.") from None
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
-def _find_line(path: Path) -> int:
-    """Return the number of the first line that is not UTF-8, from 1; the error knows only its place in a buffer."""
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 0  # the file has changed
-
-
-def _join(lines: Iterable[list[int]]) -> NDArray[np.int32]:
-    return np.array([number for line in lines if line for number in (*line, END)], np.int32)
+    parts, lines = [np.empty(0, np.int32)], read_lines(path)
+    while some := list(islice(lines, _LINES)):
+        encoded = filter(None, tokenizer.encode_lines(some))
+        parts.append(np.array([number for line in encoded for number in (*line, END)], np.int32))
+    return np.concatenate(parts)
 
 
 def _take_split(files: Iterable[NDArray[np.int32]], share: float, split: str) -> Iterator[NDArray[np.int32]]:
