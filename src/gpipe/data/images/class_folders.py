@@ -75,7 +75,6 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     Raises:
         ValueError, FileNotFoundError: as `open_class_folders`.
     """
-    check_own_folders(root, share)
     if share is None:
         return open_class_folders(root, split)
     folder = find_training_folder(root)

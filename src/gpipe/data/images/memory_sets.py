@@ -65,10 +65,13 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
     Raises:
         ValueError: the file is anything else.
     """
-    num_header_bytes = 8 + 4 * len(item_shape)
     try:
         with gzip.open(path) as stream:
-            num_items = _check_header(stream.read(num_header_bytes), num_header_bytes, item_shape, max_items)
+            header = np.frombuffer(stream.read(8 + 4 * len(item_shape)), ">u4").tolist()
+            if header[:1] + header[2:] != [0x0800 + 1 + len(item_shape), *item_shape]:
+                raise ValueError(f"its header is {header}, which is not of bytes of the shape {item_shape}")
+            if not 0 < (num_items := header[1]) <= max_items:
+                raise ValueError(f"it announces {num_items} items, expected 1 to {max_items}")
             num_bytes = num_items * math.prod(item_shape)
             content = stream.read(num_bytes + 1)  # the extra byte shows whether the file continues
         if len(content) != num_bytes:
@@ -77,20 +80,6 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}; replace it with the original file") from error
     return np.frombuffer(content, dtype=np.uint8).reshape(-1, *item_shape)
-
-
-def _check_header(content: bytes, num_bytes: int, item_shape: tuple[int, ...], max_items: int) -> int:
-    """Return the number of items."""
-    if len(content) != num_bytes:
-        raise ValueError(f"it is shorter than its header of {num_bytes} bytes")
-    magic, num_items, *shape = np.frombuffer(content, dtype=">u4").tolist()
-    if magic != (expected := 0x0801 + len(item_shape)):
-        raise ValueError(f"it begins with {magic:#010x}, expected {expected:#010x}")
-    if tuple(shape) != item_shape:
-        raise ValueError(f"its items have the shape {tuple(shape)}, expected {item_shape}")
-    if not 0 < num_items <= max_items:
-        raise ValueError(f"it announces {num_items} items, expected 1 to {max_items}")
-    return int(num_items)
 
 
 def open_digits(_root: Path, split: str) -> ImageArray:
