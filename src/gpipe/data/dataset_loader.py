@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -53,7 +54,7 @@ class DatasetLoader(EpochLoader):
             _SeededBatches(self._dataset, self._collate, self._seed, self.epoch),
             batch_size=None,  # a request is a whole mini-batch
             sampler=list(zip(numbers, parts, strict=True)),
-            collate_fn=_keep,
+            collate_fn=keep_batch,
             num_workers=self._num_workers,
             generator=torch.Generator(),  # otherwise it draws from the global one
         )
@@ -65,22 +66,24 @@ class DatasetLoader(EpochLoader):
             yield _unpack(batch)
 
 
+@dataclass(eq=False)
 class _SeededBatches(Dataset[Any]):
     """The mini-batches of one epoch of a dataset, by their numbers and the indices of their items."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
-        self._dataset, self._collate, self._seed, self._epoch = dataset, collate, seed, epoch
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], Any]
+    seed: int
+    epoch: int
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Any:
         number, indices = request
+        items = []
         with preserve_generators():
-            items = [self._item(index) for index in indices]
-            seed_mini_batch(self._seed, self._epoch, number)
-            return self._collate(items)
-
-    def _item(self, index: int) -> Any:
-        seed_sample(self._seed, self._epoch, index)
-        return self._dataset[index]
+            for index in indices:
+                seed_sample(self.seed, self.epoch, index)
+                items.append(self.dataset[index])
+            seed_mini_batch(self.seed, self.epoch, number)
+            return self.collate(items)
 
 
 def _unpack(batch: Any) -> tuple[Any, Any]:
@@ -98,5 +101,6 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def _keep(batch: Any) -> Any:
+def keep_batch(batch: Any) -> Any:
+    """Return a mini-batch that needs no collating."""
     return batch

@@ -214,8 +214,3 @@ def test_evaluation_replaces_too(files: ImageFiles) -> None:
     images = ImageLoader(files, 10, evaluation_transform(8), 0, shuffle=False, num_workers=0, max_broken_images=1)
     ((batch, labels),) = images
     assert torch.equal(batch[2], batch[4]) and labels.tolist() == LABELS
-
-
-def test_a_limit_below_zero_is_refused(files: ImageFiles) -> None:
-    with pytest.raises(ValueError, match="max_broken_images -1 must not be negative"):
-        loader(files, -1)

@@ -294,7 +294,6 @@ def test_time_waited_for_data_is_counted(image_set: ImageArray) -> None:
         ({"seed": -1}, "seed -1"),
         ({"replica_index": 2, "num_replicas": 2}, "replica_index 2"),
         ({"replica_index": 0, "num_replicas": 0}, "replica_index 0"),
-        ({"num_workers": -1}, "num_workers -1"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, settings: dict, complaint: str) -> None:

@@ -152,9 +152,3 @@ def test_an_odd_number_of_images_is_refused(make) -> None:
 def test_images_of_another_size_are_refused(make) -> None:
     with pytest.raises(ValueError, match=r"images of \(12, 12\) pixels must be squares of 11"):
         batches_of(make("cutmix", size=11))
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.0, 0.0), (-1.0, 0.5), (0.5, -1.0)])
-def test_parameters_out_of_range_are_refused(mixup: float, cutmix: float) -> None:
-    with pytest.raises(ValueError, match=f"mixup {mixup} and cutmix {cutmix} must be 0 or more"):
-        Mixing(mixup=mixup, cutmix=cutmix, num_classes=2, image_size=8)

@@ -160,24 +160,28 @@ def _read(path: Path, _changed: int) -> _Table:
             f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label (one per image) or "
             "labels (several): rename them."
         )
-    has_several = own == ["labels"]
-    for row, value in enumerate(columns[own[0]], start=1):
-        if has_several and not (_is_missing(value) or isinstance(value, str | list)):
-            raise ValueError(
-                f"{path}, image {row}, has the labels {value!r}, expected a list, or words separated by {SEPARATOR}: "
-                "correct it, or call the column label if each image has one."
+    column, has_several = own[0], own == ["labels"]
+    names: list[str] = []
+    labels: list[tuple[str, ...]] = []
+    for row, (name, value) in enumerate(zip(columns["path"], columns[column], strict=True), start=1):
+        fits = isinstance(value, str | list) if has_several else not isinstance(value, list | dict | bytes)
+        if not (fits or _is_missing(value)):
+            expected, other = (
+                (f"a list, or words separated by {SEPARATOR}", "label if each image has one")
+                if has_several
+                else ("one word or number", "labels if an image has a list of them")
             )
-        if not has_several and isinstance(value, list | dict | bytes):
             raise ValueError(
-                f"{path}, image {row}, has the label {value!r}, expected one word or number: correct it, or call the "
-                "column labels if an image has a list of them."
+                f"{path}, image {row}, has the {column} {value!r}, expected {expected}: correct it, or call the column "
+                f"{other}."
             )
-    names = ["" if _is_missing(name) else str(name) for name in columns["path"]]
-    labels = [_split(value, has_several) for value in columns[own[0]]]
-    for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
-        if not name or not (given or has_several):
-            raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
-        if wrong := [label for label in given if not is_class_name(label)]:
+        names.append("" if _is_missing(name) else str(name))
+        labels.append(_split(value, has_several))
+        if not names[-1] or not (labels[-1] or has_several):
+            raise ValueError(
+                f"{path}, image {row}, has the path {names[-1]!r} and the labels {list(labels[-1])}: give it both."
+            )
+        if wrong := [label for label in labels[-1] if not is_class_name(label)]:
             raise ValueError(
                 f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, "
                 "because runs store one line per class: rename it."

@@ -4,9 +4,10 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gpipe._compat.fork_server import exit_with_fork_server
+from gpipe.data.dataset_loader import keep_batch
 from gpipe.data.epoch_loader import EpochLoader, EpochOptions
 from gpipe.data.images.augmentation import Transform
 from gpipe.data.images.image_set import BrokenImage, ImageSet
@@ -73,10 +75,6 @@ class ImageLoader(EpochLoader):
         **options: Unpack[EpochOptions],
     ) -> None:
         super().__init__(len(image_set), batch_size, seed, noun="image", **options)
-        if num_workers < 0:
-            raise ValueError(f"num_workers {num_workers} must not be negative: 0 decodes in this process")
-        if max_broken_images < 0:
-            raise ValueError(f"max_broken_images {max_broken_images} must not be negative: 0 allows none")
         if mixing is not None and (batch_size % 2 or not options.get("drop_last")):
             raise ValueError(f"batch_size {batch_size} must be even, with drop_last=True, to mix images in pairs")
         self._mixing = mixing
@@ -87,22 +85,32 @@ class ImageLoader(EpochLoader):
         self._requests: list[_Request] = []
         self._images: Iterable[_Answer] | None = None
         if load_images:
-            samples = _TransformedImages(image_set, transform, seed, max_broken_images, mixing)
-            self._open = partial(_make_data_loader, samples, self._requests, num_workers, pin_memory, prefetch_factor)
+            self._open = partial(
+                _QuietLoader,
+                _TransformedImages(image_set, transform, seed, max_broken_images, mixing),
+                batch_size=None,  # a request is a whole batch
+                sampler=self._requests,
+                collate_fn=keep_batch,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                persistent_workers=num_workers > 0,
+                pin_memory=pin_memory,
+                multiprocessing_context=_make_context() if num_workers else None,
+                worker_init_fn=_end_with_parent,
+                generator=torch.Generator(),  # otherwise each iteration draws from the global one
+            )
             self._images = self._open()
         # Kept here: an abandoned iteration must not keep the worker processes alive.
         self._answers: Iterator[_Answer] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the mini-batches of batch_numbers."""
-        parts = zip(self._batch_numbers(), self._parts(), strict=True)
-        requests = [(self.epoch, number, indices) for number, indices in parts]
-        self.wait_seconds = 0.0
-        self.num_replaced = 0
-        self._requests[:] = requests
+        numbers, parts = self._batch_numbers(), self._parts()
+        self._requests[:] = [(self.epoch, number, indices) for number, indices in zip(numbers, parts, strict=True)]
+        self.wait_seconds, self.num_replaced = 0.0, 0
         if self._images is not None:
             self._answers = iter(self._images)
-        for epoch, number, indices in requests:
+        for epoch, number, indices in tuple(self._requests):
             started = time.perf_counter()
             answer = None if self._images is None else next(self._answers)
             self.wait_seconds += time.perf_counter() - started
@@ -144,22 +152,15 @@ class ImageLoader(EpochLoader):
         return images
 
 
+@dataclass(eq=False)
 class _TransformedImages(Dataset[_Answer]):
     """Decode, transform and mix the images of one request."""
 
-    def __init__(
-        self,
-        image_set: ImageSet,
-        transform: Transform,
-        seed: int,
-        max_broken_images: int,
-        mixing: "Mixing | None",
-    ) -> None:
-        self.image_set = image_set
-        self.transform = transform
-        self.seed = seed
-        self.max_broken_images = max_broken_images
-        self.mixing = mixing
+    image_set: ImageSet
+    transform: Transform
+    seed: int
+    max_broken_images: int
+    mixing: "Mixing | None"
 
     def __getitem__(self, request: _Request) -> _Answer:
         """Return images [n, channels, h, w], or the error: raising it in a worker would give a nested traceback."""
@@ -228,24 +229,6 @@ class _QuietLoader(DataLoader[_Answer]):
         """Accept any number."""
 
 
-def _make_data_loader(
-    samples: _TransformedImages, requests: list[_Request], num_workers: int, pin_memory: bool, prefetch_factor: int
-) -> DataLoader[_Answer]:
-    return _QuietLoader(
-        samples,
-        batch_size=None,  # a request is a whole batch
-        sampler=requests,
-        collate_fn=_keep,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0,
-        pin_memory=pin_memory,
-        multiprocessing_context=_make_context() if num_workers else None,
-        worker_init_fn=_end_with_parent,
-        generator=torch.Generator(),  # otherwise each iteration draws from the global one
-    )
-
-
 def _make_context() -> BaseContext:
     """Return a fork server, which is safe to use from a process with threads.
 
@@ -265,7 +248,3 @@ def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
     would also keep the fork server alive, which exits when no process has a certain pipe open.
     """
     exit_with_fork_server()
-
-
-def _keep(batch: Any) -> Any:
-    return batch

@@ -28,15 +28,10 @@ class Mixing:
         num_classes: the number of classes of the targets.
         image_size: pixels per side.
 
-    Raises:
-        ValueError: a parameter is negative, or both are 0.
-
     Sources: Zhang et al., 2018 (mixup); Yun et al., 2019 (CutMix).
     """
 
     def __init__(self, *, mixup: float, cutmix: float, num_classes: int, image_size: int) -> None:
-        if min(mixup, cutmix) < 0 or max(mixup, cutmix) <= 0:
-            raise ValueError(f"mixup {mixup} and cutmix {cutmix} must be 0 or more, and one of them above 0")
         self._mixup = Mixup(  # type: ignore[no-untyped-call]  # timm has no annotations
             mixup, cutmix, label_smoothing=0.0, num_classes=num_classes
         )
