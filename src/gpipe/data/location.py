@@ -50,7 +50,7 @@ class Location:
         required: glob patterns below the root. Each must match something; "a/*/" is any folder in a. A set without
             patterns needs no root.
         package: the Python module that holds the data; it is looked for, not imported.
-        tree: a drawing of the expected files.
+        tree: a drawing of the expected files; by default the patterns.
         how_to_get: instructions for a newcomer.
         default_root: the usual folder, if there is one.
         noun: what a message calls the data.
@@ -93,11 +93,12 @@ class Location:
 
     def explain(self, name: str, looked_for: str) -> str:
         """Return the message of DataMissing."""
-        tree = f"Expected tree:\n{self.tree}\n" if self.tree else ""
+        tree = self.tree or "\n".join(f"  <data.root>/{pattern}" for pattern in self.required)
+        expected = f"Expected tree:\n{tree}\n" if tree else ""
         return (
             f"The {self.noun} {name} is missing.\n"
             f"Looked for: {looked_for}.\n"
-            f"{tree}"
+            f"{expected}"
             f"How to get it: {self.how_to_get}\n"
             f"Without it: {self.alternative}"
         )

@@ -110,9 +110,9 @@ print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys
         ("imagenet", "train/*/, val/*/", "<data.root>/val/n01440764/ILSVRC2012_val", "image-net.org"),
         ("cifar10", "/test_batch", "<data.root>/cifar-10-batches-py/data_batch_1", "cifar-10-python.tar.gz"),
         ("cifar100", "/meta", "<data.root>/cifar-100-python/train", "cifar-100-python.tar.gz"),
-        ("stanford_cars", "/cars_meta.mat", "<data.root>/stanford_cars/cars_test/00001.jpg", "car_devkit.tgz"),
+        ("stanford_cars", "/cars_meta.mat", "<data.root>/stanford_cars/cars_test/", "car_devkit.tgz"),
         ("oxford_pets", "/test.txt", "<data.root>/oxford-iiit-pet/annotations/trainval.txt", "robots.ox.ac.uk"),
-        ("food101", "/test.json", "<data.root>/food-101/images/apple_pie/1005649.jpg", "food-101.tar.gz"),
+        ("food101", "/test.json", "<data.root>/food-101/images/*/", "food-101.tar.gz"),
         (
             "fgvc_aircraft",
             "/variants.txt",

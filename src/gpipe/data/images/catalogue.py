@@ -64,7 +64,6 @@ def _describe_cifar(num_classes: int, folder: str, files: tuple[str, ...]) -> So
     return Source(
         open=partial(torchvision_sets.open_cifar, f"CIFAR{num_classes}"),
         required=tuple(f"{folder}/{name}" for name in files),
-        tree="\n".join(f"  <data.root>/{folder}/{name}" for name in files),
         how_to_get=(
             f"download cifar-{num_classes}-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in "
             "<data.root>."
@@ -127,11 +126,6 @@ or, with data.validation_share=0.1,
             "stanford_cars/cars_train/",
             "stanford_cars/cars_test/",
         ),
-        tree="""\
-  <data.root>/stanford_cars/devkit/cars_meta.mat    and cars_train_annos.mat
-  <data.root>/stanford_cars/cars_test_annos_withlabels.mat
-  <data.root>/stanford_cars/cars_train/00001.jpg    8,144 images
-  <data.root>/stanford_cars/cars_test/00001.jpg    8,041 images""",
         how_to_get=(
             "the authors' page is gone; find a copy of cars_train.tgz, cars_test.tgz, car_devkit.tgz and "
             "cars_test_annos_withlabels.mat, and unpack them in <data.root>/stanford_cars."
@@ -145,9 +139,6 @@ or, with data.validation_share=0.1,
             "oxford-iiit-pet/annotations/test.txt",
             "oxford-iiit-pet/images/",
         ),
-        tree="""\
-  <data.root>/oxford-iiit-pet/annotations/trainval.txt    and test.txt
-  <data.root>/oxford-iiit-pet/images/Abyssinian_1.jpg    7,349 listed images""",
         how_to_get=(
             "download images.tar.gz and annotations.tar.gz from robots.ox.ac.uk/~vgg/data/pets and unpack both in "
             "<data.root>/oxford-iiit-pet."
@@ -164,9 +155,6 @@ or, with data.validation_share=0.1,
             "food-101/meta/test.json",
             "food-101/images/*/",
         ),
-        tree="""\
-  <data.root>/food-101/meta/classes.txt    train.json and test.json
-  <data.root>/food-101/images/apple_pie/1005649.jpg    101 class folders, 101,000 images""",
         how_to_get=(
             "download food-101.tar.gz from data.vision.ee.ethz.ch/cvl/datasets_extra/food-101 and unpack it in "
             "<data.root>."
@@ -179,10 +167,6 @@ or, with data.validation_share=0.1,
             f"fgvc-aircraft-2013b/data/{name}"
             for name in ("variants.txt", "images_variant_trainval.txt", "images_variant_test.txt", "images/")
         ),
-        tree="""\
-  <data.root>/fgvc-aircraft-2013b/data/variants.txt
-  <data.root>/fgvc-aircraft-2013b/data/images_variant_trainval.txt    and images_variant_test.txt
-  <data.root>/fgvc-aircraft-2013b/data/images/0034309.jpg    10,000 images""",
         how_to_get=(
             "download fgvc-aircraft-2013b.tar.gz from robots.ox.ac.uk/~vgg/data/fgvc-aircraft and unpack it in "
             "<data.root>."
@@ -197,9 +181,6 @@ or, with data.validation_share=0.1,
             "birdsnap/test_images.txt",
             "birdsnap/download/images/*/",
         ),
-        tree="""\
-  <data.root>/birdsnap/species.txt    images.txt and test_images.txt
-  <data.root>/birdsnap/download/images/<species>/<image>.jpg    500 species folders, at most 49,829 images""",
         how_to_get=(
             "download birdsnap.tgz, version 1.1, from thomasberg.org, unpack it in <data.root>, and run its "
             "get_birdsnap.py, written for Python 2, in <data.root>/birdsnap."
@@ -216,11 +197,6 @@ or, with data.validation_share=0.1,
             "t10k-images-idx3-ubyte.gz",
             "t10k-labels-idx1-ubyte.gz",
         ),
-        tree="""\
-  <data.root>/train-images-idx3-ubyte.gz
-  <data.root>/train-labels-idx1-ubyte.gz
-  <data.root>/t10k-images-idx3-ubyte.gz
-  <data.root>/t10k-labels-idx1-ubyte.gz""",
         how_to_get=(
             "on Debian or Ubuntu `apt-get install dataset-fashion-mnist`; without root `apt-get download "
             "dataset-fashion-mnist`, `dpkg-deb -x dataset-fashion-mnist_*.deb fashion-mnist` and "

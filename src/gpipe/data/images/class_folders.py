@@ -1,10 +1,9 @@
 """The reader of image files in one folder per class, as most tools expect: ImageNet-2012, and the user's own images."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import sha256
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,18 +77,10 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     if share is None:
         return open_class_folders(root, split)
     folder = find_training_folder(root)
-    class_names = _list_classes(folder)
-    names, labels, left_out = _list_images(folder, class_names)
-    kept = [
-        (images[position], label)
-        for label, pairs in groupby(zip(labels, names, strict=True), key=itemgetter(0))
-        for images in [[name for _, name in pairs]]
-        for position in take_share(images, split, share, class_names[label])
-    ]
-    return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names, left_out)
+    return _open(folder, _list_classes(folder), partial(take_share, split=split, share=share))
 
 
-def take_share(images: Sequence[str], split: str, share: float, class_name: str) -> list[int]:
+def take_share(images: Sequence[str], class_name: str, split: str, share: float) -> list[int]:
     """Return the positions of the images of one class that belong to a split; each split has at least one."""
     if len(set(images)) < 2:
         count = "one image" if images else "no image that is not listed under another class first"
@@ -119,16 +110,18 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
         ValueError: root/val has other classes, a folder cannot be listed, or a link leads to a folder that was listed.
         FileNotFoundError: a class has no image.
     """
-    class_names = _find_classes(root)
-    folder = root / _FOLDERS[split]
-    names, labels, left_out = _list_images(folder, class_names)
-    return ImageFiles(folder, names, labels, class_names, left_out)
+    return _open(root / _FOLDERS[split], _find_classes(root))
 
 
-def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
-    """Return the paths below `folder` of all files with an image's suffix, their classes, and all other files.
+def _open(
+    folder: Path, class_names: Sequence[str], choose: Callable[[list[str], str], list[int]] | None = None
+) -> ImageFiles:
+    """List the files below `folder` with an image's suffix, sorted by class, folder and name; leave out hidden ones.
 
-    They are sorted by class, folder and name. Hidden files are left out.
+    Args:
+        folder: has a folder for each class.
+        class_names: the names of these.
+        choose: (images of a class, its name) -> the positions of those to keep; None keeps all.
     """
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
@@ -147,10 +140,11 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], l
                 f"{folder / class_name} has no image, expected files that end with {', '.join(IMAGE_SUFFIXES)}; unpack "
                 "the set's archive again, or remove the folder"
             )
-        names += found
-        labels += [label] * len(found)
+        kept = found if choose is None else [found[position] for position in choose(found, class_name)]
+        names += kept
+        labels += [label] * len(kept)
         left_out += [path for path, counts in files if not counts]
-    return names, labels, left_out
+    return ImageFiles(folder, names, labels, class_names, left_out)
 
 
 def walk(folder: Path, name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:

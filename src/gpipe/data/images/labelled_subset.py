@@ -1,7 +1,6 @@
 """Choose a subset, and a validation split, of a set's training images."""
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +19,7 @@ class ImageSubset:
 
     def __init__(self, image_set: ImageSet, positions: NDArray[np.int64]) -> None:
         self._image_set, self._positions = image_set, positions
-        self.labels = image_set.labels[positions]
-
-    @property
-    def class_names(self) -> Sequence[str]:
-        """The names of the classes, by label."""
-        return self._image_set.class_names
+        self.labels, self.class_names = image_set.labels[positions], image_set.class_names
 
     def __len__(self) -> int:
         """Return the number of images."""

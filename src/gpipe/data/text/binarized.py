@@ -20,7 +20,7 @@ _HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of s
 # fairseq's codes of integer types (data/indexed_dataset.py).
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 _ENTRY_BYTES = 4 + 8  # a sentence's length and its start
-_BLOCK = 1 << 20  # sentences to read at a time, and tokens to check at a time
+_BLOCK = 1 << 17  # sentences to read at a time
 
 
 def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
@@ -141,16 +141,14 @@ class _Side:
     def _check_ids(
         self, begin: int, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int32], vocabulary_size: int
     ) -> None:
-        for place in range(begin, self._end, _BLOCK):
-            block = self._tokens[place : min(place + _BLOCK, self._end)]
-            wrong = np.flatnonzero((block < 0) | (block >= vocabulary_size))
-            if len(wrong):
-                found = place + int(wrong[0])
-                sentence = first + int(np.searchsorted(starts, found, side="right"))
-                raise ValueError(
-                    f"{self._path} has the id {self._tokens[found]} in sentence {sentence:,}, expected ids below the "
-                    f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
-                )
+        block = self._tokens[begin : self._end]
+        wrong = np.flatnonzero((block < 0) | (block >= vocabulary_size))
+        if len(wrong):
+            sentence = first + int(np.searchsorted(starts, begin + wrong[0], side="right"))
+            raise ValueError(
+                f"{self._path} has the id {block[wrong[0]]} in sentence {sentence:,}, expected ids below the "
+                f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
+            )
         wrong = np.flatnonzero(self._tokens[starts + lengths - 1] != END)
         if len(wrong):
             raise ValueError(

@@ -53,7 +53,6 @@ CORPORA: dict[str, CorpusSource] = {
         languages=list_embedded_languages,
         pairs=read_vlc_pairs,
         required=(VLC_CATALOGUES,),
-        tree="  <data.root>/usr/share/locale/<locale>/LC_MESSAGES/vlc.mo",
         how_to_get=(
             "on Debian or Ubuntu `apt-get install vlc-l10n`; without root `apt-get download vlc-l10n`, "
             "`dpkg-deb -x vlc-l10n_*.deb vlc-l10n` and data.root=vlc-l10n."
