@@ -207,7 +207,7 @@ class EqualPairs:
     def __init__(self, num_pairs: int) -> None:
         shape = (num_pairs,)
         tokens = np.full(64, 2, np.uint16)
-        self.sources = self.targets = MappedSentences(
+        self.sources = self.targets = Sentences(
             tokens, np.broadcast_to(np.int64(0), shape), np.broadcast_to(np.int32(30), shape)
         )
         self.num_tokens, self.longest = 30 * num_pairs, 30
@@ -220,10 +220,6 @@ class EqualPairs:
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
         assert len(rows) < 1 << 20
-
-
-class MappedSentences(Sentences):
-    is_in_memory = False
 
 
 def test_25_billion_pairs_take_no_more_memory_than_a_million(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +58,6 @@ class LanguagePairs:
     def prefetch(self, rows: NDArray[np.int64]) -> None:
         """Prepare to read these pairs soon; only `CachedPairs` needs to."""
 
-    @classmethod
-    def join(cls, parts: "Sequence[LanguagePairs]", skipped: Skipped | None = None) -> "LanguagePairs":
-        """Concatenate pairs that are in memory."""
-        sources, targets = (
-            Sentences.join(side) for side in zip(*((each.sources, each.targets) for each in parts), strict=True)
-        )
-        return LanguagePairs(sources, targets, skipped)
-
     def _count_longer_side(self) -> NDArray[np.int32]:
         everything = slice(None)
         return np.maximum(self.sources.get_lengths(everything), self.targets.get_lengths(everything))
@@ -101,13 +92,6 @@ class ParallelCorpus:
                 self._skipped.add(reason, number, first)
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
-        self._blocks = self._pairs
-        if all(each.sources.is_in_memory for each in self._pairs):
-            # One array for all languages: a mini-batch is one read, and the tokens are stored only once.
-            whole = LanguagePairs.join(self._pairs)
-            self._blocks = [whole]
-            self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
-        self._block_firsts = np.cumsum([0, *map(len, self._blocks)])
 
     def __len__(self) -> int:
         """Return the number of pairs of all languages."""
@@ -165,11 +149,11 @@ class ParallelCorpus:
             width: the length of the longest, or more.
         """
         batch = np.empty((len(numbers), width), np.int64)
-        blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
-        for block in np.unique(blocks):
-            here = blocks == block
-            sentences: Sentences = getattr(self._blocks[block], side)
-            batch[here] = sentences.pad(numbers[here] - self._block_firsts[block], width)
+        languages = self.language_numbers(numbers)
+        for language in np.unique(languages):
+            rows = languages == language
+            sentences: Sentences = getattr(self._pairs[language], side)
+            batch[rows] = sentences.pad(numbers[rows] - self._firsts[language], width)
         return batch
 
 

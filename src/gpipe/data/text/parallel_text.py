@@ -123,8 +123,8 @@ class TextEncoder:
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids."""
         skipped = Skipped()
-        blocks = list(self.encode_blocks(pairs, skipped)) or [self._encode_block([], skipped)]
-        return LanguagePairs.join(blocks, skipped)
+        encoded = self._encode_block(list(pairs), skipped)
+        return LanguagePairs(encoded.sources, encoded.targets, skipped)
 
     def encode_blocks(self, pairs: Iterable[TextPair], skipped: Skipped) -> Iterator[LanguagePairs]:
         """Yield the pairs of one language as ids, block by block; add those that are left out to `skipped`."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ class Sentences:
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
-    is_in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
         """Return the number of sentences."""
@@ -53,15 +52,6 @@ class Sentences:
         flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
         tokens = np.fromiter(flat, choose_token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
         return Sentences(tokens, find_starts(lengths), lengths)
-
-    @classmethod
-    def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
-        """Concatenate sentences that are in memory."""
-        sizes = np.array([len(part.tokens) for part in packed])
-        shifts = np.cumsum(sizes) - sizes
-        starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
-        lengths = np.concatenate([part.lengths for part in packed])
-        return Sentences(np.concatenate([part.tokens for part in packed]), starts, lengths)
 
 
 def choose_token_type(vocabulary_size: int) -> np.dtype[Any]:

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,6 @@ class CachedSentences(Sentences):
     folder: Path
     max_tokens: int
     vocabulary_size: int
-    is_in_memory: ClassVar[bool] = False
 
     def get_lengths(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
         """Return the lengths of some of the sentences."""
