@@ -32,14 +32,9 @@ class AmoebaNet(nn.Sequential):
 
     @property
     def classifier(self) -> Classifier:
-        """The last layer.
-
-        Raises:
-            TypeError: the sequence is only a part of a model.
-        """
+        """The last layer."""
         layer = self[-1]
-        if not isinstance(layer, Classifier):
-            raise TypeError(f"the last layer is a {type(layer).__name__}, expected a Classifier: use the whole model.")
+        assert isinstance(layer, Classifier), "use the whole model: a part of it has no classifier"
         return layer
 
     @property
@@ -98,23 +93,6 @@ def refuse_other_pool(global_pool: str | None) -> None:
         raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
 
 
-def _check(
-    num_layers: int, num_filters: int, num_classes: int, image_size: tuple[int, int], dropout: float, drop_path: float
-) -> None:
-    if num_layers < 3 or num_layers % 3:
-        raise ValueError(
-            f"num_layers is {num_layers}, expected a multiple of 3: the normal cells form three equal groups."
-        )
-    if num_filters < 8:
-        raise ValueError(f"num_filters is {num_filters}, expected 8 or more: the first cell has a quarter of them.")
-    if num_classes < 1:
-        raise ValueError(f"num_classes is {num_classes}, expected 1 or more: give the number of labels.")
-    if min(image_size) < 3:
-        raise ValueError(f"image_size is {image_size}, expected 3 pixels or more: the stem's kernel is not padded.")
-    check_probability("dropout", dropout)
-    check_probability("drop_path", drop_path)
-
-
 def _plan_cells(num_layers: int, num_filters: int) -> Iterator[tuple[str, int]]:
     """Yield the kind and the width of each cell in order."""
     yield "reduction", num_filters // 4
@@ -167,7 +145,18 @@ def _amoebanet(
     batch_norm_epsilon: float = 0.001,
 ) -> AmoebaNet:
     image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    _check(num_layers, num_filters, num_classes, image_size, dropout, drop_path)
+    if num_layers < 3 or num_layers % 3:
+        raise ValueError(
+            f"num_layers is {num_layers}, expected a multiple of 3: the normal cells form three equal groups."
+        )
+    if num_filters < 8:
+        raise ValueError(f"num_filters is {num_filters}, expected 8 or more: the first cell has a quarter of them.")
+    if num_classes < 1:
+        raise ValueError(f"num_classes is {num_classes}, expected 1 or more: give the number of labels.")
+    if min(image_size) < 3:
+        raise ValueError(f"image_size is {image_size}, expected 3 pixels or more: the stem's kernel is not padded.")
+    check_probability("dropout", dropout)
+    check_probability("drop_path", drop_path)
     norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
 
     stem = Stem(image_channels, norm)

@@ -101,19 +101,6 @@ class CellTerm(nn.Module):
         return output if self.drop_path is None else self.drop_path(output)
 
 
-class PairwiseSum(nn.Module):
-    """The sum of two terms: a new state of the cell."""
-
-    def __init__(self, left: CellTerm, right: CellTerm) -> None:
-        super().__init__()
-        self.left = left
-        self.right = right
-
-    def forward(self, states: list[Tensor], rectified: dict[int, Tensor]) -> Tensor:
-        output: Tensor = self.left(states, rectified) + self.right(states, rectified)
-        return output
-
-
 class Cell(nn.Module):
     """A normal or reduction cell.
 
@@ -161,7 +148,7 @@ class Cell(nn.Module):
                 CellTerm(term, widths[term.state], channels, genotype.stride if term.state < 2 else 1, drop_path, norm)
                 for term in pair
             )
-            self.sums[f"state{index}"] = PairwiseSum(left, right)
+            self.sums[f"state{index}"] = nn.ModuleDict({"left": left, "right": right})
             widths.append(channels)
 
         self.concat = genotype.concat
@@ -184,8 +171,9 @@ class Cell(nn.Module):
             previous = F.relu(previous)
         states: list[Tensor] = [self.project_state(F.relu(state)), self.project_previous(previous)]
         rectified: dict[int, Tensor] = {}
-        for pairwise_sum in self.sums.values():
-            states.append(pairwise_sum(states, rectified))
+        for pair in self.sums.values():
+            left, right = pair.children()
+            states.append(left(states, rectified) + right(states, rectified))
         for name, reduction in self.reduce_output.items():
             index = int(name.removeprefix("state"))
             states[index] = reduction(states[index])

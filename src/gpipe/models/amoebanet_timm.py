@@ -18,28 +18,22 @@ _OPTION_NAMES = {
 _WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
-def _describe(image_size: int) -> dict[str, Any]:
-    """Return timm's description of a model: pixels in [-1, 1], and the public TPU code's central crop of 0.875."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, image_size, image_size),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
-        "first_conv": "0.conv",
-        "classifier": "23.fully_connected",
-    }
-
-
-# timm looks for this name in the module of a registered function.
+# timm looks for this name in the module of a registered function. Pixels are in [-1, 1], and the central crop is the
+# public TPU code's.
 default_cfgs = generate_default_cfgs(
     {
-        "amoebanet_a": _describe(331),
-        "amoebanet_b": _describe(480),
-        "amoebanet_c": _describe(331),
-        "amoebanet_d": _describe(224),
+        f"amoebanet_{variant}": {
+            "num_classes": 1000,
+            "input_size": (3, image_size, image_size),
+            "pool_size": None,
+            "crop_pct": 0.875,
+            "interpolation": "bicubic",
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+            "first_conv": "0.conv",
+            "classifier": "23.fully_connected",
+        }
+        for variant, image_size in (("a", 331), ("b", 480), ("c", 331), ("d", 224))
     }
 )
 

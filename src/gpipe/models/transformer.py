@@ -30,17 +30,6 @@ def transformer_lm(
     Raises:
         ValueError: a value is out of range.
     """
-    _check(num_layers, vocabulary_size, model_size, feedforward_size, num_heads, dropout)
-    return nn.Sequential(
-        Embedding(vocabulary_size, model_size, dropout),
-        *(TransformerLayer(model_size, feedforward_size, num_heads, dropout) for _ in range(num_layers)),
-        Softmax(model_size, vocabulary_size),
-    )
-
-
-def _check(
-    num_layers: int, vocabulary_size: int, model_size: int, feedforward_size: int, num_heads: int, dropout: float
-) -> None:
     check_at_least("num_layers", num_layers, 1)
     check_at_least("vocabulary_size", vocabulary_size, 2)
     check_at_least("feedforward_size", feedforward_size, 1)
@@ -51,3 +40,8 @@ def _check(
             "size, and positions take as many sines as cosines."
         )
     check_probability("dropout", dropout)
+    return nn.Sequential(
+        Embedding(vocabulary_size, model_size, dropout),
+        *(TransformerLayer(model_size, feedforward_size, num_heads, dropout) for _ in range(num_layers)),
+        Softmax(model_size, vocabulary_size),
+    )

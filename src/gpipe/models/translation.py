@@ -85,24 +85,9 @@ def translation_transformer(
     Raises:
         ValueError: a value is out of range.
     """
-    for name, value in (("num_layers", num_layers), ("feedforward_size", feedforward_size), ("num_heads", num_heads)):
-        check_at_least(name, value, 1)
-    _check_sizes(vocabulary_size, model_size, head_size, padding_index)
-    _check_options(dropout, tied, logit_limit, soft_limit)
-    sizes = (model_size, feedforward_size, num_heads, head_size, dropout, 1 / num_layers if scale_feedforward else 1.0)
-    source = SourceEmbedding(vocabulary_size, model_size, dropout, padding_index)
-    encoder = [EncoderLayer(*sizes) for _ in range(num_layers)]
-    target = TargetEmbedding(vocabulary_size, model_size, dropout, padding_index)
-    decoder = [DecoderLayer(*sizes) for _ in range(num_layers)]
-    softmax = TokenSoftmax(model_size, vocabulary_size, logit_limit, soft_limit=soft_limit)
-    if tied in ("inputs", "all"):
-        target.embedding.weight = source.embedding.weight
-    if tied in ("output", "all"):
-        softmax.weight = target.embedding.weight
-    return nn.Sequential(source, *encoder, target, *decoder, DecoderNorm(model_size), softmax)
-
-
-def _check_sizes(vocabulary_size: int, model_size: int, head_size: int, padding_index: int) -> None:
+    check_at_least("num_layers", num_layers, 1)
+    check_at_least("feedforward_size", feedforward_size, 1)
+    check_at_least("num_heads", num_heads, 1)
     check_at_least("vocabulary_size", vocabulary_size, 2)
     check_at_least("head_size", head_size, 1)
     if model_size < 2 or model_size % 2:
@@ -114,9 +99,6 @@ def _check_sizes(vocabulary_size: int, model_size: int, head_size: int, padding_
             f"padding_index is {padding_index}, expected a token of the vocabulary, 0 to {vocabulary_size - 1}: give "
             "the one that pads the batches."
         )
-
-
-def _check_options(dropout: float, tied: str, logit_limit: float | None, soft_limit: bool) -> None:
     check_probability("dropout", dropout)
     if tied not in TIES:
         raise ValueError(f"tied is {tied!r}, expected one of {', '.join(TIES)}: choose which tables to tie.")
@@ -124,3 +106,14 @@ def _check_options(dropout: float, tied: str, logit_limit: float | None, soft_li
         raise ValueError(f"logit_limit is {logit_limit}, expected a number above 0: give None for no limit.")
     if soft_limit and logit_limit is None:
         raise ValueError("soft_limit is True, expected False without a logit_limit: give a limit to approach.")
+    sizes = (model_size, feedforward_size, num_heads, head_size, dropout, 1 / num_layers if scale_feedforward else 1.0)
+    source = SourceEmbedding(vocabulary_size, model_size, dropout, padding_index)
+    encoder = [EncoderLayer(*sizes) for _ in range(num_layers)]
+    target = TargetEmbedding(vocabulary_size, model_size, dropout, padding_index)
+    decoder = [DecoderLayer(*sizes) for _ in range(num_layers)]
+    softmax = TokenSoftmax(model_size, vocabulary_size, logit_limit, soft_limit=soft_limit)
+    if tied in ("inputs", "all"):
+        target.embedding.weight = source.embedding.weight
+    if tied in ("output", "all"):
+        softmax.weight = target.embedding.weight
+    return nn.Sequential(source, *encoder, target, *decoder, DecoderNorm(model_size), softmax)
