@@ -109,27 +109,24 @@ class BeamSearch:
         source = torch.full((len(sentences), max(map(len, sentences)) + 1), dictionary.pad())
         for row, tokens in zip(source, sentences, strict=True):
             row[: len(tokens) + 1] = torch.tensor([*tokens, dictionary.eos()])
-        outputs = self._make_generator(limit).generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
-        return [
-            [Hypothesis(one["tokens"][:-1].tolist(), float(one["score"])) for one in hypotheses]
-            for hypotheses in outputs
-        ]
-
-    def _make_generator(self, limit: int) -> Any:
-        """Make fairseq's search for translations of at most `limit` tokens."""
         sequence_generator = import_fairseq("fairseq.sequence_generator")
         ensemble = sequence_generator.EnsembleModel([self._model])
         ensemble.has_incremental = True  # fairseq sets this only for decoders of its own class
-        return sequence_generator.SequenceGenerator(
+        generator = sequence_generator.SequenceGenerator(
             ensemble,
-            self._dictionary,
+            dictionary,
             beam_size=self._num_beams,
             max_len_a=0,
             max_len_b=limit,
             len_penalty=self._length_penalty,
             unk_penalty=math.inf,
-            tokens_to_suppress=(self._dictionary.bos_word,),
+            tokens_to_suppress=(dictionary.bos_word,),
         )
+        outputs = generator.generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
+        return [
+            [Hypothesis(one["tokens"][:-1].tolist(), float(one["score"])) for one in hypotheses]
+            for hypotheses in outputs
+        ]
 
 
 def _make_dictionary(vocabulary_size: int) -> Any:

@@ -75,10 +75,8 @@ class AmoebaNet(nn.Sequential):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the output of the last cell: [n, num_features, h, w]."""
-        payload = images
-        for layer in list(self)[:-1]:
-            payload = layer(payload)
-        return payload[0]
+        features: Tensor = self[:-1](images)[0]
+        return features
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the logits of `features` or, with pre_logits, the softmax layer's input."""

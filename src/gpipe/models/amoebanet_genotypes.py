@@ -42,18 +42,13 @@ class CellGenotype:
     stride: int
 
 
-def _parse_term(text: str) -> Term:
-    operation, state = text.split("@")
-    return Term(operation, int(state))
-
-
 def _parse_table(table: str) -> dict[tuple[str, str], CellGenotype]:
     genotypes = {}
     for line in table.strip().splitlines():
         variant, kind, *sums, _, concat = line.split()
-        pairs = [tuple(map(_parse_term, text.split("+"))) for text in sums]
+        terms = [Term(name, int(state)) for name, state in (text.split("@") for text in "+".join(sums).split("+"))]
         genotypes[variant, kind] = CellGenotype(
-            sums=tuple((left, right) for left, right in pairs),
+            sums=tuple(zip(terms[::2], terms[1::2], strict=True)),
             concat=tuple(map(int, concat.split(","))),
             stride=2 if kind == "reduction" else 1,
         )

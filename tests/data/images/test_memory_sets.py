@@ -105,11 +105,6 @@ def test_check_decodes_nothing(fashion_root: Path) -> None:
     assert check_image_set("fashion_mnist", fashion_root) == fashion_root
 
 
-def test_each_image_needs_one_label() -> None:
-    with pytest.raises(ValueError, match="3 images have 2 labels"):
-        ImageArray(np.zeros((3, 4, 4), np.uint8), np.zeros(2, np.int64), ["a"])
-
-
 def opened(name: str) -> dict[str, ImageArray]:
     splits = {}
     for split in ("train", "test"):

@@ -93,7 +93,7 @@ def test_other_special_ids_are_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(
         ValueError,
-        match=r"other.model has the special ids bos 1, pad -1, eos 2, unk 0, expected bos 0, pad 1, eos 2, unk 3: ",
+        match=r"other.model has the special ids \[1, -1, 2, 0\], expected \[0, 1, 2, 3\] for bos, pad, eos and unk: ",
     ):
         Tokenizer(tmp_path / "other.model")
 

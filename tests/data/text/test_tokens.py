@@ -26,11 +26,6 @@ def test_a_sequence_is_a_function_of_its_split_and_index() -> None:
     assert np.bincount(drawn).min() > 9000 / 50 / 2
 
 
-def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown split 'val': choose one of train, test"):
-        token_set("val")
-
-
 def test_targets_are_the_next_tokens() -> None:
     for inputs, targets in loader():
         assert inputs.dtype == targets.dtype == torch.int64

@@ -15,9 +15,6 @@ def open_birdsnap(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of images.txt: those of test_images.txt, or all others.
 
     Images that could not be downloaded are left out: some addresses are dead.
-
-    Raises:
-        ValueError: a list is damaged (the message names file and line), or there is no image.
     """
     folder = root / "birdsnap"
     images = folder / "download" / "images"

@@ -36,10 +36,6 @@ class TableCounts:
     num_test_images: int
     notes: Mapping[str, str] = field(default_factory=dict)
 
-    def num_images(self, split: str) -> int:
-        """Return the number of images of a split."""
-        return self.num_train_images if split == "train" else self.num_test_images
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Location):
@@ -60,10 +56,14 @@ class Source(Location):
     table: TableCounts | None = None
 
 
+def _below(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}" for name in names)
+
+
 def _describe_cifar(num_classes: int, folder: str, files: tuple[str, ...]) -> Source:
     return Source(
         open=partial(torchvision_sets.open_cifar, f"CIFAR{num_classes}"),
-        required=tuple(f"{folder}/{name}" for name in files),
+        required=_below(folder, *files),
         how_to_get=(
             f"download cifar-{num_classes}-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in "
             "<data.root>."
@@ -119,12 +119,10 @@ or, with data.validation_share=0.1,
     "cifar100": _describe_cifar(100, "cifar-100-python", ("train", "test", "meta")),
     "stanford_cars": Source(
         open=torchvision_sets.open_stanford_cars,
-        required=(
-            "stanford_cars/devkit/cars_meta.mat",
-            "stanford_cars/devkit/cars_train_annos.mat",
-            "stanford_cars/cars_test_annos_withlabels.mat",
-            "stanford_cars/cars_train/",
-            "stanford_cars/cars_test/",
+        required=_below(
+            "stanford_cars",
+            *("devkit/cars_meta.mat", "devkit/cars_train_annos.mat", "cars_test_annos_withlabels.mat"),
+            *("cars_train/", "cars_test/"),
         ),
         how_to_get=(
             "the authors' page is gone; find a copy of cars_train.tgz, cars_test.tgz, car_devkit.tgz and "
@@ -134,11 +132,7 @@ or, with data.validation_share=0.1,
     ),
     "oxford_pets": Source(
         open=torchvision_sets.open_oxford_pets,
-        required=(
-            "oxford-iiit-pet/annotations/trainval.txt",
-            "oxford-iiit-pet/annotations/test.txt",
-            "oxford-iiit-pet/images/",
-        ),
+        required=_below("oxford-iiit-pet", "annotations/trainval.txt", "annotations/test.txt", "images/"),
         how_to_get=(
             "download images.tar.gz and annotations.tar.gz from robots.ox.ac.uk/~vgg/data/pets and unpack both in "
             "<data.root>/oxford-iiit-pet."
@@ -149,12 +143,7 @@ or, with data.validation_share=0.1,
     ),
     "food101": Source(
         open=torchvision_sets.open_food101,
-        required=(
-            "food-101/meta/classes.txt",
-            "food-101/meta/train.json",
-            "food-101/meta/test.json",
-            "food-101/images/*/",
-        ),
+        required=_below("food-101", "meta/classes.txt", "meta/train.json", "meta/test.json", "images/*/"),
         how_to_get=(
             "download food-101.tar.gz from data.vision.ee.ethz.ch/cvl/datasets_extra/food-101 and unpack it in "
             "<data.root>."
@@ -163,9 +152,9 @@ or, with data.validation_share=0.1,
     ),
     "fgvc_aircraft": Source(
         open=torchvision_sets.open_fgvc_aircraft,
-        required=tuple(
-            f"fgvc-aircraft-2013b/data/{name}"
-            for name in ("variants.txt", "images_variant_trainval.txt", "images_variant_test.txt", "images/")
+        required=_below(
+            "fgvc-aircraft-2013b/data",
+            *("variants.txt", "images_variant_trainval.txt", "images_variant_test.txt", "images/"),
         ),
         how_to_get=(
             "download fgvc-aircraft-2013b.tar.gz from robots.ox.ac.uk/~vgg/data/fgvc-aircraft and unpack it in "
@@ -175,12 +164,7 @@ or, with data.validation_share=0.1,
     ),
     "birdsnap": Source(
         open=open_birdsnap,
-        required=(
-            "birdsnap/species.txt",
-            "birdsnap/images.txt",
-            "birdsnap/test_images.txt",
-            "birdsnap/download/images/*/",
-        ),
+        required=_below("birdsnap", "species.txt", "images.txt", "test_images.txt", "download/images/*/"),
         how_to_get=(
             "download birdsnap.tgz, version 1.1, from thomasberg.org, unpack it in <data.root>, and run its "
             "get_birdsnap.py, written for Python 2, in <data.root>/birdsnap."
@@ -191,11 +175,8 @@ or, with data.validation_share=0.1,
     "fashion_mnist": Source(
         open=memory_sets.open_fashion_mnist,
         count_classes=lambda _: 10,
-        required=(
-            "train-images-idx3-ubyte.gz",
-            "train-labels-idx1-ubyte.gz",
-            "t10k-images-idx3-ubyte.gz",
-            "t10k-labels-idx1-ubyte.gz",
+        required=tuple(
+            f"{split}-{kind}-ubyte.gz" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
         ),
         how_to_get=(
             "on Debian or Ubuntu `apt-get install dataset-fashion-mnist`; without root `apt-get download "
@@ -267,12 +248,7 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
 
 
 def tell_several_labels(name: str, root: str | Path | None = None) -> bool:
-    """Return whether the images of a set may have several labels each.
-
-    Raises:
-        DataMissing: the set is missing.
-        ValueError: the name is unknown.
-    """
+    """Return whether the images of a set may have several labels each; errors as in `check_image_set`."""
     source = _find_row(name)
     return source.has_several_labels is not None and source.has_several_labels(source.find_root(name, root))
 
@@ -291,7 +267,8 @@ def open_image_set(
 
     Raises:
         DataMissing: the set is missing.
-        ValueError: the name or split is unknown, or a file is damaged.
+        FileNotFoundError: a class has no image, or a listed image is missing.
+        ValueError: the name or split is unknown, or a file is damaged; the message names file and line.
     """
     check_known("split", split, SPLITS)
     folder, source = check_image_set(name, root, validation_share=validation_share), IMAGE_SETS[name]
@@ -311,12 +288,14 @@ def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
     if (table := _find_row(name).table) is None:
         return []
     note = f" ({table.notes[split]})" if split in table.notes else ""
-    images = "training images" if split == "train" else "test images"
+    images, num_images = (
+        ("training images", table.num_train_images) if split == "train" else ("test images", table.num_test_images)
+    )
     return [
         f"{name} has {found:,} {what}, but Table 4 of the paper says {expected:,}{why}"
         for what, found, expected, why in (
             ("classes", len(image_set.class_names), table.num_classes, ""),
-            (images, len(image_set), table.num_images(split), note),
+            (images, len(image_set), num_images, note),
         )
         if found != expected
     ]

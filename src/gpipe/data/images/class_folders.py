@@ -37,12 +37,14 @@ def check_own_folders(root: Path, share: float | None) -> None:
             f"data.root is {root}, which has no train/<class> and val/<class>: sort your images into these, or set "
             "data.validation_share=0.1 to evaluate on a tenth of each class."
         )
-    if (num_classes := count_class_folders(root)) < 2:
+    folder = find_training_folder(root)
+    names = _list_classes(folder)
+    if len(names) < 2:
         raise ValueError(
-            f"data.root is {root}, which has {num_classes} class folders in {find_training_folder(root)}, "
-            "expected 2 or more: sort your images into one folder per class."
+            f"data.root is {root}, which has {len(names)} class folders in {folder}, expected 2 or more: sort your "
+            "images into one folder per class."
         )
-    for name in _list_classes(folder := find_training_folder(root)):
+    for name in names:
         if not is_class_name(name):
             raise ValueError(
                 f"{str(folder / name)!a} has a name that is not one line of UTF-8 without control characters, and runs "
@@ -70,9 +72,6 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
         root: as in `check_own_folders`.
         split: "train" or "test".
         share: as in `check_own_folders`. Images are drawn by their names, so adding images moves hardly any others.
-
-    Raises:
-        ValueError, FileNotFoundError: as `open_class_folders`.
     """
     if share is None:
         return open_class_folders(root, split)
@@ -105,10 +104,6 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of their paths; the "test" split is root/val.
 
     The classes are the folders of root/train, sorted. Links are followed.
-
-    Raises:
-        ValueError: root/val has other classes, a folder cannot be listed, or a link leads to a folder that was listed.
-        FileNotFoundError: a class has no image.
     """
     return _open(root / _FOLDERS[split], _find_classes(root))
 

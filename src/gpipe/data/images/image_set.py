@@ -55,8 +55,6 @@ class ImageArray:
     """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.integer], class_names: Sequence[str]) -> None:
-        if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images have {len(labels)} labels: give each image one label")
         self._images = images
         self.labels = labels.astype(np.int64)
         self.class_names = list(class_names)
@@ -89,8 +87,6 @@ class ImageFiles:
         class_names: Sequence[str],
         left_out: Sequence[str] = (),
     ) -> None:
-        if len(names) != len(labels):
-            raise ValueError(f"{len(names)} image files have {len(labels)} labels: give each file one label")
         self.root = root
         # An array of bytes, not a million strings: every worker process gets a copy.
         self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)

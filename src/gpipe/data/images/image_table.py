@@ -24,22 +24,18 @@ SEPARATOR = "|"
 
 
 class _Table(NamedTuple):
-    """The contents of a table.
-
-    Attributes:
-        labels: those of each image, one or several.
-        has_several: whether the column is called `labels`.
-    """
+    """The contents of a table."""
 
     path: Path
-    names: list[str]
-    labels: list[tuple[str, ...]]
-    has_several: bool
+    names: list[str]  # the images' paths
+    labels: list[tuple[str, ...]]  # of each image, one or several
+    has_several: bool  # whether the column is called `labels`
+    classes: list[str]  # all labels, sorted
 
 
 def count_table_classes(root: Path) -> int:
     """Return the number of different labels of the training table."""
-    return len(_list_classes(_read_split(root, "train")))
+    return len(_read_split(root, "train").classes)
 
 
 def has_several_labels(root: Path) -> bool:
@@ -57,24 +53,18 @@ def check_own_table(root: Path, share: float | None) -> None:
     table, val = _read_split(root, "train"), _find_table(root, "val")
     if val is not None:
         refuse_two_sources(share, val, "lists images")
-    if share is None and val is None:
+    other = table if share is not None else _read_split(root, "test")
+    if len(table.classes) < 2:
+        raise ValueError(f"{table.path} has the labels {table.classes}, expected 2 or more different ones: add images.")
+    if other.has_several != table.has_several:
         raise ValueError(
-            f"data.root is {root}, which has no val.csv or val.parquet: add one, or set data.validation_share=0.1 to "
-            "evaluate on a tenth of the images."
+            f"{table.path} and {other.path} have columns of different names: call both columns label, or labels."
         )
-    if len(classes := _list_classes(table)) < 2:
-        raise ValueError(f"{table.path} has the labels {classes}, expected 2 or more different ones: add images.")
-    if share is None:
-        other = _read_split(root, "test")
-        if other.has_several != table.has_several:
-            raise ValueError(
-                f"{table.path} and {other.path} have columns of different names: call both columns label, or labels."
-            )
-        if unknown := sorted(set(_list_classes(other)) - set(classes)):
-            raise ValueError(
-                f"{other.path} has the label {unknown[0]!r}, which no image of {table.path} has: correct it, or add "
-                "training images with it."
-            )
+    if unknown := sorted(set(other.classes) - set(table.classes)):
+        raise ValueError(
+            f"{other.path} has the label {unknown[0]!r}, which no image of {table.path} has: correct it, or add "
+            "training images with it."
+        )
 
 
 def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
@@ -85,13 +75,9 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         split: "train" or "test".
         share: as in `check_own_table`. For images with several labels each, it is a share of all images. All rows of an
             image are in one split, whatever their labels and however they spell its path.
-
-    Raises:
-        ValueError: as for `check_own_table`.
-        FileNotFoundError: a listed file does not exist.
     """
     train = _read_split(root, "train")
-    classes = _list_classes(train)
+    classes = train.classes
     table = train if share is not None else _read_split(root, split)
     missing = np.flatnonzero(~are_files(root, table.names))
     if len(missing):
@@ -126,15 +112,11 @@ def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
     if table.has_several:
         drawn = draw_share([table.names[row] for row in first.values()], share)
     else:
-        of_class: dict[str, list[str]] = {label: [] for label in _list_classes(table)}
+        of_class: dict[str, list[str]] = {label: [] for label in table.classes}
         for row in first.values():
             of_class[table.labels[row][0]].append(table.names[row])
         drawn = {own[position] for label, own in of_class.items() for position in take_share(own, label, "test", share)}
     return {row for row, image in enumerate(images) if table.names[first[image]] in drawn}
-
-
-def _list_classes(table: _Table) -> list[str]:
-    return sorted(set(chain.from_iterable(table.labels)))
 
 
 def _find_table(root: Path, name: str) -> Path | None:
@@ -145,9 +127,11 @@ def _find_table(root: Path, name: str) -> Path | None:
 
 
 def _read_split(root: Path, split: str) -> _Table:
-    path = _find_table(root, _TABLES[split])
+    name = _TABLES[split]
+    path = _find_table(root, name)
     if path is None:
-        raise ValueError(f"data.root is {root}, which has no {_TABLES[split]}.csv or .parquet: add one.")
+        share = ", or set data.validation_share=0.1 to evaluate on a tenth of the images" if split == "test" else ""
+        raise ValueError(f"data.root is {root}, which has no {name}.csv or {name}.parquet: add one{share}.")
     return _read(path, path.stat().st_mtime_ns)
 
 
@@ -186,7 +170,7 @@ def _read(path: Path, _changed: int) -> _Table:
                 f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, "
                 "because runs store one line per class: rename it."
             )
-    return _Table(path, names, labels, has_several)
+    return _Table(path, names, labels, has_several, sorted(set(chain.from_iterable(labels))))
 
 
 def _split(value: Any, has_several: bool) -> tuple[str, ...]:

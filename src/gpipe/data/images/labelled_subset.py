@@ -26,11 +26,7 @@ class ImageSubset:
         return len(self._positions)
 
     def image(self, index: int) -> Image.Image:
-        """Decode image `index`.
-
-        Raises:
-            BrokenImage: it cannot be decoded.
-        """
+        """Decode image `index`; errors are those of the whole set."""
         return self._image_set.image(int(self._positions[index]))
 
 

@@ -186,8 +186,6 @@ class _TransformedImages(Dataset[_Answer]):
             try:
                 return self.image_set.image(candidate)
             except BrokenImage as error:
-                if self.max_broken_images == 0:
-                    raise
                 broken[candidate] = str(error)
                 if len(broken) > self.max_broken_images:
                     raise BrokenImage(_explain_limit(str(error), self.max_broken_images)) from error

@@ -36,11 +36,7 @@ def open_embedded(_root: Path, split: str) -> ImageArray:
 
 
 def open_fashion_mnist(root: Path, split: str) -> ImageArray:
-    """Open the original files of Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey.
-
-    Raises:
-        ValueError: a file is damaged, or the two files of a split do not belong together.
-    """
+    """Open the original files of Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey."""
     prefix, max_items = {"train": ("train", 60_000), "test": ("t10k", 10_000)}[split]
     images = read_idx(root / f"{prefix}-images-idx3-ubyte.gz", (28, 28), max_items)
     labels_path = root / f"{prefix}-labels-idx1-ubyte.gz"
@@ -58,12 +54,6 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
     """Read a gzipped IDX file of unsigned bytes; decompress no more than `max_items` items.
 
     Source of the format: the MNIST page of Y. LeCun (two zero bytes, type 8, number of dimensions, the dimensions).
-
-    Returns:
-        uint8 [n, *item_shape] with n <= max_items.
-
-    Raises:
-        ValueError: the file is anything else.
     """
     try:
         with gzip.open(path) as stream:

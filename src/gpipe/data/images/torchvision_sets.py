@@ -16,11 +16,7 @@ _MAX_UNPACKED_BYTES = 1 << 26  # the annotations of the Stanford Cars unpack to 
 
 
 def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
-    """Open CIFAR10 or CIFAR100 (Krizhevsky 2009), 32x32 colour: 50,000 training or 10,000 test images, in memory.
-
-    Raises:
-        ValueError: a file is not the original.
-    """
+    """Open CIFAR10 or CIFAR100 (Krizhevsky 2009), 32x32 colour: 50,000 training or 10,000 test images, in memory."""
     cifar = torchvision_class(class_name)
     try:
         # Keep this check: the files are pickles, which can run code. torchvision opens a file only if its md5 checksum
@@ -35,11 +31,7 @@ def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
 
 
 def open_stanford_cars(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of the Stanford Cars in the order of its annotations, which are MATLAB files.
-
-    Raises:
-        ValueError: an annotation file is damaged.
-    """
+    """List the images of a split of the Stanford Cars in the order of its annotations, which are MATLAB files."""
     folder = root / "stanford_cars"
     listing = folder / ("devkit/cars_train_annos.mat" if split == "train" else "cars_test_annos_withlabels.mat")
     for path in (listing, folder / "devkit/cars_meta.mat"):
@@ -48,14 +40,14 @@ def open_stanford_cars(root: Path, split: str) -> ImageFiles:
 
 
 def open_oxford_pets(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of Oxford-IIIT Pets in the order of its list; errors as in `open_stanford_cars`."""
+    """List the images of a split of Oxford-IIIT Pets in the order of its list."""
     folder, official_split = root / "oxford-iiit-pet", "trainval" if split == "train" else split
     listing = folder / "annotations" / f"{official_split}.txt"
     return _open_listed("OxfordIIITPet", root, folder / "images", listing, split=official_split)
 
 
 def open_fgvc_aircraft(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of FGVC Aircraft, by variant; errors as in `open_stanford_cars`."""
+    """List the images of a split of FGVC Aircraft, by variant."""
     folder, official_split = root / "fgvc-aircraft-2013b" / "data", "trainval" if split == "train" else split
     listing = folder / f"images_variant_{official_split}.txt"
     return _open_listed(
@@ -64,11 +56,7 @@ def open_fgvc_aircraft(root: Path, split: str) -> ImageFiles:
 
 
 def open_food101(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of Food-101, class by class.
-
-    Raises:
-        ValueError: the list is damaged, or its classes differ from those of classes.txt.
-    """
+    """List the images of a split of Food-101, class by class."""
     folder = root / "food-101"
     listing = folder / "meta" / f"{split}.json"
     image_set = _open_listed("Food101", root, folder / "images", listing, entry="image", split=split)
@@ -122,15 +110,9 @@ def check_unpacked_size(path: Path) -> None:
 def _open_listed(
     class_name: str, root: Path, folder: Path, listing: Path, *, entry: str = "line", **options: str
 ) -> ImageFiles:
-    """Read a list with a class of torchvision.datasets, and return its images in `folder`.
+    """Read a list with a class of torchvision.datasets and its options, and return its images in `folder`.
 
-    Args:
-        class_name: a class of torchvision.datasets.
-        root: the folder of the data.
-        folder: the folder of the images.
-        listing: the list.
-        entry: what a message calls an entry of the list.
-        options: further arguments of the class.
+    A message calls an element of the list an `entry`.
     """
     from gpipe._compat.torchvision import list_files  # it loads torchvision
 

@@ -12,7 +12,7 @@ from gpipe._compat.fairseq import VERSION, import_fairseq
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
 from gpipe.data.text.parallel_text import describe_long, find_files
 from gpipe.data.text.sentences import Sentences, find_starts
-from gpipe.data.text.token_cache import CachedPairs, TokenCache
+from gpipe.data.text.token_cache import CachedPairs, open_cached
 from gpipe.data.text.tokenizer import BEGIN, END, PADDING, UNKNOWN
 
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
@@ -20,16 +20,12 @@ _HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of s
 # fairseq's codes of integer types (data/indexed_dataset.py).
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 _ENTRY_BYTES = 4 + 8  # a sentence's length and its start
+_FILES = (".bin", ".idx"), "binarise it again, with --dataset-impl mmap"  # what `find_files` takes
 _BLOCK = 1 << 17  # sentences to read at a time
 
 
 def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
-    """Return the symbols of the vocabulary that all languages share, in the order of their ids.
-
-    Raises:
-        ValueError: a dictionary is missing or differs from the English one.
-        FairseqMissing: fairseq is not installed.
-    """
+    """Return the symbols of the vocabulary that all languages share, in the order of their ids."""
     joined: list[str] | None = None
     for language in (TARGET_LANGUAGE, *languages):
         path = root / f"dict.{language}.txt"
@@ -54,22 +50,9 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
     return joined
 
 
-def find_binarized_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the .bin of the language and of English, then the .idx of both.
-
-    Raises:
-        ValueError: a file is missing.
-    """
-    return find_files(root, split, language, (".bin", ".idx"), "binarise it again, with --dataset-impl mmap")
-
-
 def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
-    """Yield the pairs <split>.<language>-en in blocks. All blocks share the mapped .bin files.
-
-    Raises:
-        ValueError: a file is missing or damaged, the sides differ in length, or an id is outside the vocabulary.
-    """
-    *bins, source_index, target_index = find_binarized_files(root, split, language)
+    """Yield the pairs <split>.<language>-en in blocks. All blocks share the mapped .bin files."""
+    *bins, source_index, target_index = find_files(root, split, language, *_FILES)
     sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
     if len(sources) != len(targets):
         raise ValueError(
@@ -84,7 +67,7 @@ def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size
 
 
 def open_binarized(
-    cache: TokenCache, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
+    cache: Path, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
 ) -> CachedPairs:
     """Open a binarised language, whose ids stay in its .bin files; check every id the first time."""
 
@@ -97,10 +80,10 @@ def open_binarized(
             yield block.select(np.flatnonzero(fits))
             num_read += len(block)
 
-    *bins, source_index, target_index = files = find_binarized_files(root, split, language)
+    *bins, source_index, target_index = files = find_files(root, split, language, *_FILES)
     settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens}
     tokens = [(path, _read_header(index)[0]) for path, index in zip(bins, (source_index, target_index), strict=True)]
-    return cache.open(f"{split}.{language}-en", files, settings, read, tokens)
+    return open_cached(cache, f"{split}.{language}-en", files, settings, read, tokens)
 
 
 class _Side:

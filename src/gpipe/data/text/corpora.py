@@ -24,7 +24,7 @@ from gpipe.data.text.parallel_text import (
     open_text,
     read_text_pairs,
 )
-from gpipe.data.text.token_cache import DEFAULT_NAME, TokenCache
+from gpipe.data.text.token_cache import DEFAULT_NAME
 from gpipe.data.text.tokenizer import Tokenizer
 
 _ALTERNATIVE = "data=multilingual_embedded uses 66,197 pairs of 102 languages that come with this package."
@@ -114,11 +114,7 @@ def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
 
 
 def open_text_tokenizer(path: str | Path | None) -> Tokenizer:
-    """Return the tokenizer at a path or, without a path, the embedded one.
-
-    Raises:
-        ValueError: the file is not a SentencePiece model with our special ids.
-    """
+    """Return the tokenizer at a path or, without a path, the embedded one; errors are Tokenizer's."""
     return Tokenizer(path if path is not None else find_embedded_tokenizer())
 
 
@@ -149,8 +145,8 @@ def open_corpus(
     Raises:
         DataMissing: the corpus is missing.
         FairseqMissing: the corpus is binarised, and fairseq is not installed.
-        ValueError: a name, split or language is unknown, a language has no pairs left, a file is damaged, or the cache
-            cannot be written.
+        ValueError: a name, split or language is unknown, a language has no pairs left, a file is missing or damaged
+            (the message names it, and the line), or the cache cannot be written.
     """
     check_known("split", split, SPLITS)
     source = _find_row(name)
@@ -162,7 +158,7 @@ def open_corpus(
         raise ValueError(
             f"data.cache is {cache}, but the corpus {name} is small and kept in memory: leave data.cache=null"
         )
-    token_cache = TokenCache(Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME)
+    token_cache = Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME
     pairs: dict[str, LanguagePairs] = {}
     if source.pairs is None:
         size = _count_symbols(folder, chosen, tokenizer)

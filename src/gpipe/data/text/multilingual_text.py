@@ -89,12 +89,7 @@ def read_embedded_pairs(_root: Path, split: str, language: str) -> Iterator[Text
 
 
 def read_vlc_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
-    """Yield the embedded pairs, then the new ones of VLC's catalogues below root.
-
-    Raises:
-        ValueError: a catalogue is damaged.
-        PermissionError: a catalogue cannot be reached.
-    """
+    """Yield the embedded pairs, then the new ones of VLC's catalogues below root; errors are `read_mo`'s."""
     yield from read_embedded_pairs(root, split, language)
     seen = {(pair.source, pair.target) for pair in read_embedded()[language]}
     # glob would silently skip a folder that cannot be read.

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
 from gpipe.data.text.sentences import Sentences
-from gpipe.data.text.token_cache import CachedPairs, TokenCache
+from gpipe.data.text.token_cache import CachedPairs, open_cached
 from gpipe.data.text.tokenizer import Tokenizer
 
+_FILES = ("",), "each language of parallel text needs this file in every split"  # what `find_files` takes
 _LONGEST_LINE = 1 << 20  # bytes: a file without line breaks would fill the memory
 # The most pairs and characters to hold as text at a time.
 _BLOCK = 50_000
@@ -32,11 +33,7 @@ def list_languages(root: Path, ending: str = "") -> Sequence[str]:
 
 
 def find_files(root: Path, split: str, language: str, endings: Sequence[str], remedy: str) -> list[Path]:
-    """Return, for each ending, the file of a language and the English one.
-
-    Raises:
-        ValueError: a file is missing; `remedy` says what to do.
-    """
+    """Return, for each ending, the file of a language and the English one; `remedy` says what to do without it."""
     stem = f"{split}.{language}-{TARGET_LANGUAGE}"
     paths = [root / f"{stem}.{side}{ending}" for ending in endings for side in (language, TARGET_LANGUAGE)]
     for path in paths:
@@ -45,19 +42,9 @@ def find_files(root: Path, split: str, language: str, endings: Sequence[str], re
     return paths
 
 
-def find_text_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the text file of a language and the English one; errors as in `find_files`."""
-    return find_files(root, split, language, ("",), "each language of parallel text needs this file in every split")
-
-
 def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
-    """Yield the pairs of <split>.<language>-en.<language> and .en, line by line.
-
-    Raises:
-        ValueError: a file is missing, the files differ in length, a line is longer than 1 MiB, or text is not UTF-8.
-            The message names file and line.
-    """
-    paths = find_text_files(root, split, language)
+    """Yield the pairs of <split>.<language>-en.<language> and .en, line by line."""
+    paths = find_files(root, split, language, *_FILES)
     counts = [0, 0]
     for source, target in zip_longest(*(read_lines(path, _LONGEST_LINE) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, (source, target), strict=True)]
@@ -71,11 +58,7 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
 
 
 def read_lines(path: Path, longest: int | None = None) -> Iterator[str]:
-    """Yield the lines of a file in UTF-8; refuse one of more than `longest` bytes, if there is a limit.
-
-    Raises:
-        ValueError: a line is too long or not UTF-8, or the file cannot be read.
-    """
+    """Yield the lines of a file in UTF-8; refuse one of more than `longest` bytes, if there is a limit."""
     limit = -1 if longest is None else longest + 1
     try:
         with path.open("rb") as stream:
@@ -90,9 +73,7 @@ def read_lines(path: Path, longest: int | None = None) -> Iterator[str]:
         raise ValueError(f"{path} cannot be read ({error.strerror}): make it readable, or copy it again") from error
 
 
-def open_text(
-    cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
-) -> CachedPairs:
+def open_text(cache: Path, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int) -> CachedPairs:
     """Open a language of plain text; tokenise it the first time, block by block."""
 
     def read(skipped: Skipped) -> Iterator[LanguagePairs]:
@@ -104,7 +85,7 @@ def open_text(
         "max_tokens": max_tokens,
         "tokenizer_sha256": tokenizer.sha256,
     }
-    return cache.open(f"{split}.{language}-en", find_text_files(root, split, language), settings, read)
+    return open_cached(cache, f"{split}.{language}-en", find_files(root, split, language, *_FILES), settings, read)
 
 
 class TextEncoder:

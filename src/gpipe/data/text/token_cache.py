@@ -169,74 +169,70 @@ class CachedPairs(LanguagePairs):
                 tokens.prefetch(int(starts.numbers[first]), last)
 
 
-@dataclass(frozen=True)
-class TokenCache:
-    """A folder of cached languages; processes of one or several hosts may share it."""
+def open_cached(
+    cache: Path,
+    name: str,
+    files: Sequence[Path],
+    settings: Mapping[str, Any],
+    read: Callable[[Skipped], Iterable[LanguagePairs]],
+    tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
+) -> CachedPairs:
+    """Return the pairs of a language; read and write them, unless they are in the cache.
 
-    folder: Path
+    Args:
+        cache: the folder of all languages; processes of one or several hosts may share it.
+        name: such as train.de-en.
+        files: the files that the pairs come from.
+        settings: what else the pairs depend on, including vocabulary_size and max_tokens.
+        read: yields the pairs block by block, and counts what it leaves out. If `tokens` is None, the array of each
+            side of a block must hold its sentences in order and nothing else.
+        tokens: as in `CachedPairs`.
 
-    def open(
-        self,
-        name: str,
-        files: Sequence[Path],
-        settings: Mapping[str, Any],
-        read: Callable[[Skipped], Iterable[LanguagePairs]],
-        tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
-    ) -> CachedPairs:
-        """Return the pairs of a language; read and write them, unless they are in the cache.
-
-        Args:
-            name: such as train.de-en.
-            files: the files that the pairs come from.
-            settings: what else the pairs depend on, including vocabulary_size and max_tokens.
-            read: yields the pairs block by block, and counts what it leaves out. If `tokens` is None, the array of each
-                side of a block must hold its sentences in order and nothing else.
-            tokens: as in `CachedPairs`.
-
-        Raises:
-            ValueError: the cache is damaged, its folder cannot be written, or `read` failed.
-        """
-        key = {"format": _FORMAT, "files": _describe(files), **settings}
-        folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+    Raises:
+        ValueError: the cache is damaged, its folder cannot be written, or `read` failed.
+    """
+    key = {"format": _FORMAT, "files": _describe(files), **settings}
+    folder = cache / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+    try:
         if not folder.exists():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with locked(self.folder / ".lock"):
-                    if not folder.exists():  # no other process has just written it
-                        self._write(folder, key, files, read, keep_tokens=tokens is None)
-            except OSError as error:
-                raise ValueError(
-                    f"the token cache {self.folder} cannot be written ({error}): free space there, or set data.cache "
-                    "to a folder with free space that you may write to"
-                ) from error
-        return CachedPairs(folder, key, tokens)
+            cache.mkdir(parents=True, exist_ok=True)
+            with locked(cache / ".lock"):
+                if not folder.exists():  # no other process has just written it
+                    _write(folder, key, files, read, keep_tokens=tokens is None)
+    except OSError as error:
+        raise ValueError(
+            f"the token cache {cache} cannot be written ({error}): free space there, or set data.cache to a folder "
+            "with free space that you may write to"
+        ) from error
+    return CachedPairs(folder, key, tokens)
 
-    def _write(
-        self,
-        folder: Path,
-        key: Key,
-        files: Sequence[Path],
-        read: Callable[[Skipped], Iterable[LanguagePairs]],
-        *,
-        keep_tokens: bool,
-    ) -> None:
-        for left in self.folder.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
-            shutil.rmtree(left)
-        partial = self.folder / f".{folder.name}.partial"
-        partial.mkdir()
-        print(f"reading {folder.name.rpartition('.')[0]} into {self.folder}, once", file=sys.stderr, flush=True)
-        skipped = Skipped()
-        try:
-            counts = _write_pairs(partial, read(skipped), keep_tokens=keep_tokens)
-            if _describe(files) != key["files"]:
-                raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
-            description = {"key": key, "skipped": skipped, **counts}
-            write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
-            partial.rename(folder)
-            flush(self.folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+
+def _write(
+    folder: Path,
+    key: Key,
+    files: Sequence[Path],
+    read: Callable[[Skipped], Iterable[LanguagePairs]],
+    *,
+    keep_tokens: bool,
+) -> None:
+    cache, name = folder.parent, folder.name
+    for left in cache.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
+        shutil.rmtree(left)
+    partial = cache / f".{name}.partial"
+    partial.mkdir()
+    print(f"reading {name.rpartition('.')[0]} into {cache}, once", file=sys.stderr, flush=True)
+    skipped = Skipped()
+    try:
+        counts = _write_pairs(partial, read(skipped), keep_tokens=keep_tokens)
+        if _describe(files) != key["files"]:
+            raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
+        description = {"key": key, "skipped": skipped, **counts}
+        write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
+        partial.rename(folder)
+        flush(cache)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: bool) -> dict[str, int]:

@@ -50,13 +50,11 @@ class Tokenizer:
             raise ValueError(f"the tokenizer {self.path} does not exist: set data.tokenizer=<model file>") from error
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{self.path} is not a SentencePiece model ({error}): choose another file") from error
-        ids = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "pad", "eos", "unk")}
-        ours = {"bos": BEGIN, "pad": PADDING, "eos": END, "unk": UNKNOWN}
-        if ids != ours:
-            found, expected = (", ".join(f"{name} {number}" for name, number in each.items()) for each in (ids, ours))
+        found = [getattr(self._processor, f"{name}_id")() for name in ("bos", "pad", "eos", "unk")]
+        if found != [BEGIN, PADDING, END, UNKNOWN]:
             raise ValueError(
-                f"the tokenizer {self.path} has the special ids {found}, expected {expected}: train it with "
-                "Tokenizer.train, or with those options of SentencePiece"
+                f"the tokenizer {self.path} has the special ids {found}, expected [0, 1, 2, 3] for bos, pad, eos and "
+                "unk: train it with Tokenizer.train, or with those options of SentencePiece"
             )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol, Unpack
 
 import numpy as np
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from gpipe.data.epoch_loader import EpochLoader, EpochOptions
 from gpipe.data.images.image_set import SPLITS
-from gpipe.data.location import check_known
 
 _RANDOM_TOKENS = 0x70C  # keeps this noise apart from other random data
 
@@ -29,30 +29,26 @@ class TokenSet(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class RandomTokens:
     """Sequences of uniformly random tokens, to measure speed; there is nothing to learn in them.
 
     Sequence i has sequence_length + 1 tokens below vocabulary_size, and is a function of the split and of i.
-
-    Raises:
-        ValueError: the split is unknown.
     """
 
-    def __init__(self, split: str, num_sequences: int, sequence_length: int, vocabulary_size: int) -> None:
-        check_known("split", split, SPLITS)
-        self._split = SPLITS.index(split)
-        self._num_sequences = num_sequences
-        self._sequence_length = sequence_length
-        self._vocabulary_size = vocabulary_size
+    split: str
+    num_sequences: int
+    sequence_length: int
+    vocabulary_size: int
 
     def __len__(self) -> int:
         """Return the number of sequences."""
-        return self._num_sequences
+        return self.num_sequences
 
     def sequence(self, index: int) -> NDArray[np.int64]:
         """Draw sequence `index`."""
-        generator = np.random.default_rng([_RANDOM_TOKENS, self._split, index])
-        return generator.integers(self._vocabulary_size, size=self._sequence_length + 1)
+        generator = np.random.default_rng([_RANDOM_TOKENS, SPLITS.index(self.split), index])
+        return generator.integers(self.vocabulary_size, size=self.sequence_length + 1)
 
 
 class TokenLoader(EpochLoader):

@@ -1,7 +1,7 @@
 """Mini-batches of sentence pairs for one training process."""
 
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -198,20 +198,12 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
         lengths: tokens of each sentence, ascending, none above batch_size.
         batch_size: the most tokens of a mini-batch.
     """
-    ascending = lengths.tolist()
-    bounds = []
-    start = 0
-    while start < len(ascending):
-        end = _find_end(ascending, start, batch_size)
-        bounds.append((start, end))
-        start = end
-    return bounds
-
-
-def _find_end(ascending: list[int], start: int, batch_size: int) -> int:
-    """Return the end of the longest mini-batch that begins at `start`; its size grows with its end."""
-    ends = range(start + 1, min(len(ascending), start + batch_size // ascending[start]) + 1)
-    return start + bisect_right(ends, batch_size, key=lambda end: (end - start) * ascending[end - 1])
+    bounds, start = [], 0
+    for end, length in enumerate(lengths.tolist()):
+        if (end + 1 - start) * length > batch_size:
+            bounds.append((start, end))
+            start = end
+    return [*bounds, (start, len(lengths))] if len(lengths) else []
 
 
 def fill_last(bounds: Bounds, least: int) -> Bounds:
