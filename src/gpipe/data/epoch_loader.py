@@ -108,8 +108,22 @@ class EpochLoader(EpochPosition):
     ) -> None:
         super().__init__(seed, replica_index, num_replicas)
         self._num_examples, self._shuffle = num_examples, shuffle
-        self._mini_batch_size = batch_size * num_replicas
-        self._num_batches = _count_batches(num_examples, batch_size, num_replicas, drop_last, noun)
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} must be at least 1")
+        self._mini_batch_size = size = batch_size * num_replicas
+        remainder = num_examples % size
+        if num_examples == 0 or (drop_last and num_examples < size):
+            raise ValueError(
+                f"{num_examples} {noun}s are too few for a mini-batch of {size}: lower trainer.batch_size to "
+                f"at most {num_examples}, or add {noun}s"
+            )
+        # A replica without an example would leave the others waiting.
+        if 0 < remainder < num_replicas and not drop_last:
+            raise ValueError(
+                f"the last mini-batch has {remainder} {noun}(s) for {num_replicas} replicas: "
+                f"choose a batch_size other than {batch_size}, or drop_last"
+            )
+        self._num_batches = num_examples // size if drop_last else math.ceil(num_examples / size)
 
     def _parts(self) -> list[NDArray[np.int64]]:
         """Return the indices of this replica's part of each mini-batch of the next iteration."""
@@ -117,22 +131,3 @@ class EpochLoader(EpochPosition):
         numbers = self._batch_numbers()
         order = draw_epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
         return [order[size * n : size * (n + 1)][self._replica_index :: self._num_replicas] for n in numbers]
-
-
-def _count_batches(num_examples: int, batch_size: int, num_replicas: int, drop_last: bool, noun: str) -> int:
-    if batch_size < 1:
-        raise ValueError(f"batch_size {batch_size} must be at least 1")
-    mini_batch_size = batch_size * num_replicas
-    remainder = num_examples % mini_batch_size
-    if num_examples == 0 or (drop_last and num_examples < mini_batch_size):
-        raise ValueError(
-            f"{num_examples} {noun}s are too few for a mini-batch of {mini_batch_size}: lower trainer.batch_size to "
-            f"at most {num_examples}, or add {noun}s"
-        )
-    # A replica without an example would leave the others waiting.
-    if 0 < remainder < num_replicas and not drop_last:
-        raise ValueError(
-            f"the last mini-batch has {remainder} {noun}(s) for {num_replicas} replicas: "
-            f"choose a batch_size other than {batch_size}, or drop_last"
-        )
-    return num_examples // mini_batch_size if drop_last else math.ceil(num_examples / mini_batch_size)

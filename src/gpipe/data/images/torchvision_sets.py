@@ -2,7 +2,6 @@
 
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +123,7 @@ def _open_listed(
         raise ValueError(f"cannot read {listing}: {cause}; replace it with the original file") from error
     paths, labels = list_files(data_set)
     names = [path.as_posix().removeprefix(f"{folder.as_posix()}/") for path in paths]
-    _check_entries(listing, entry, folder, names, labels, len(data_set.classes))
-    return ImageFiles(folder, names, labels, data_set.classes)
-
-
-def _check_entries(
-    listing: Path, entry: str, folder: Path, names: Sequence[str], labels: Sequence[int], num_classes: int
-) -> None:
-    """Refuse a list that is empty, has an unknown class, leaves the folder, or names a missing file."""
+    num_classes = len(data_set.classes)
     if len(names) == 0:
         raise ValueError(f"{listing} lists no images; replace it with the original file")
     for number, (name, label) in enumerate(zip(names, labels, strict=True), start=1):
@@ -147,3 +139,4 @@ def _check_entries(
             f"{len(missing):,} of the {len(names):,} images in {listing} are not in {folder}, the first is "
             f"{names[missing[0]]}; unpack the set's archive again"
         )
+    return ImageFiles(folder, names, labels, data_set.classes)

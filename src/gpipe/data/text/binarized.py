@@ -52,18 +52,15 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
 
 def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
     """Yield the pairs <split>.<language>-en in blocks. All blocks share the mapped .bin files."""
-    *bins, source_index, target_index = find_files(root, split, language, *_FILES)
-    sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
-    if len(sources) != len(targets):
+    source, target, source_index, target_index = find_files(root, split, language, *_FILES)
+    (_, num_sources), (_, num_targets) = _read_header(source_index), _read_header(target_index)
+    if num_sources != num_targets:
         raise ValueError(
-            f"{root / f'{split}.{language}-{TARGET_LANGUAGE}'} has {len(sources):,} sentences in {language} and "
-            f"{len(targets):,} in {TARGET_LANGUAGE}: binarise it again"
+            f"{root / f'{split}.{language}-{TARGET_LANGUAGE}'} has {num_sources:,} sentences in {language} and "
+            f"{num_targets:,} in {TARGET_LANGUAGE}: binarise it again"
         )
-    for start in range(0, len(sources), _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        yield LanguagePairs(sources.read(rows, vocabulary_size), targets.read(rows, vocabulary_size))
-    for side in (sources, targets):
-        side.finish()
+    sides = (_read_side(*files, vocabulary_size) for files in ((source, source_index), (target, target_index)))
+    return (LanguagePairs(*blocks) for blocks in zip(*sides, strict=True))
 
 
 def open_binarized(
@@ -86,62 +83,43 @@ def open_binarized(
     return open_cached(cache, f"{split}.{language}-en", files, settings, read, tokens)
 
 
-class _Side:
-    """Read one side of a language from beginning to end, and check everything."""
-
-    def __init__(self, path: Path, index: Path) -> None:
-        kind, num = _read_header(index)
-        self._path, self._index = path, index
-        if path.stat().st_size % kind.itemsize:
-            raise self._explain_contradiction()
-        self._tokens = _map(path, kind)
-        self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
-        self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
-        self._end = 0  # the end of what was read so far, in tokens
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def read(self, rows: slice, vocabulary_size: int) -> Sentences:
-        """Return the next sentences."""
-        lengths, pointers = np.array(self._lengths[rows]), self._pointers[rows]
-        starts = find_starts(lengths) + self._end
-        if (lengths < 1).any() or (pointers != starts * self._tokens.itemsize).any():
+def _read_side(path: Path, index: Path, vocabulary_size: int) -> Iterator[Sentences]:
+    """Yield the sentences of one side of a language in blocks, and check everything."""
+    kind, num_sentences = _read_header(index)
+    num_bytes = path.stat().st_size
+    contradiction = ValueError(f"{path} has {num_bytes:,} bytes, which its index contradicts: binarise it again")
+    if num_bytes % kind.itemsize:
+        raise contradiction
+    tokens = _map(path, kind)
+    all_lengths = _map(index, np.dtype("<i4"), _HEADER.size, num_sentences)
+    all_pointers = _map(index, np.dtype("<i8"), _HEADER.size + num_sentences * 4, num_sentences)
+    end = 0  # of what was read so far, in tokens
+    for first in range(0, num_sentences, _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        lengths = np.array(all_lengths[rows])
+        starts = find_starts(lengths) + end
+        if (lengths < 1).any() or (all_pointers[rows] != starts * kind.itemsize).any():
             raise ValueError(
-                f"{self._index} has sentences that are empty or not stored one after the other: binarise it again"
+                f"{index} has sentences that are empty or not stored one after the other: binarise it again"
             )
-        begin, self._end = self._end, int(starts[-1] + lengths[-1])
-        if self._end > len(self._tokens):
-            raise self._explain_contradiction()
-        self._check_ids(begin, rows.start, starts, lengths, vocabulary_size)
-        return Sentences(self._tokens, starts, lengths)
-
-    def finish(self) -> None:
-        """Refuse tokens after the last sentence."""
-        if self._end != len(self._tokens):
-            raise self._explain_contradiction()
-
-    def _check_ids(
-        self, begin: int, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int32], vocabulary_size: int
-    ) -> None:
-        block = self._tokens[begin : self._end]
+        begin, end = end, int(starts[-1] + lengths[-1])
+        if end > len(tokens):
+            raise contradiction
+        block = tokens[begin:end]
         wrong = np.flatnonzero((block < 0) | (block >= vocabulary_size))
         if len(wrong):
             sentence = first + int(np.searchsorted(starts, begin + wrong[0], side="right"))
             raise ValueError(
-                f"{self._path} has the id {block[wrong[0]]} in sentence {sentence:,}, expected ids below the "
-                f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
+                f"{path} has the id {block[wrong[0]]} in sentence {sentence:,}, expected ids below the dictionary's "
+                f"{vocabulary_size:,}: binarise it with the dictionaries beside it"
             )
-        wrong = np.flatnonzero(self._tokens[starts + lengths - 1] != END)
+        wrong = np.flatnonzero(tokens[starts + lengths - 1] != END)
         if len(wrong):
-            raise ValueError(
-                f"{self._path} does not end sentence {first + int(wrong[0]) + 1:,} with id {END}: fairseq-preprocess "
-                "appends it"
-            )
-
-    def _explain_contradiction(self) -> ValueError:
-        num_bytes = self._path.stat().st_size
-        return ValueError(f"{self._path} has {num_bytes:,} bytes, which its index contradicts: binarise it again")
+            sentence = first + int(wrong[0]) + 1
+            raise ValueError(f"{path} does not end sentence {sentence:,} with id {END}: fairseq-preprocess appends it")
+        yield Sentences(tokens, starts, lengths)
+    if end != len(tokens):
+        raise contradiction
 
 
 def _map(path: Path, kind: np.dtype[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:

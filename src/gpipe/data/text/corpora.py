@@ -149,8 +149,7 @@ def open_corpus(
             (the message names it, and the line), or the cache cannot be written.
     """
     check_known("split", split, SPLITS)
-    source = _find_row(name)
-    folder = source.find_root(name, root)
+    source, folder = _find_row(name), check_corpus(name, root)
     chosen = _choose(name, source.languages(folder), languages)
     if max_pairs is not None and max_pairs < 1:
         raise ValueError(f"max_pairs {max_pairs} must be at least 1, or None for all")

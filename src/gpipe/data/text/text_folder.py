@@ -123,22 +123,14 @@ def _read_cached(
         with suppress(OSError):  # in a folder without write access, every start reads the text
             cached.parent.mkdir(exist_ok=True)
             stack.enter_context(locked(cached.parent / ".lock"))
-        if (found := _load(cached)) is not None:
-            return found
+        with suppress(OSError, ValueError, EOFError):  # missing or damaged
+            kept: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
+            return kept
         files = (_encode(path, tokenizer) for path in paths)
         tokens = np.concatenate(list(files if share is None else _take_split(files, share, split)))
         with suppress(OSError), replacing(cached) as partial, partial.open("wb") as stream:
             np.save(stream, tokens, allow_pickle=False)
     return tokens
-
-
-def _load(cached: Path) -> NDArray[np.int32] | None:
-    """Return the tokens of a cache; None if it is missing or damaged."""
-    try:
-        found: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return found
 
 
 def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
