@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
+from gpipe.planning.ledger import Ledger
 from gpipe.planning.memory import StateRatios
 
 NUM_PARAMETERS = 64
@@ -36,27 +34,7 @@ def _try(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], num_pa
     optimizer.step()  # makes the state
     state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    with _Allocations([*parameters, *gradients, *state]) as allocations:
+    with Ledger([*parameters, *gradients, *state]) as ledger:
         optimizer.step()
     num_bytes = sum(parameter.nbytes for parameter in parameters)
-    return sum(value.nbytes for value in state if value.ndim > 0) / num_bytes, allocations.peak_bytes / num_bytes
-
-
-class _Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that operations in the body make; `known` existed before."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self._held: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._held:
-                self._held[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._held.pop, storage._cdata)
-                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
-        return result
+    return sum(value.nbytes for value in state if value.ndim > 0) / num_bytes, ledger.peak_bytes / num_bytes
