@@ -92,8 +92,8 @@ def count(loss: Loss, dtype: torch.dtype) -> dict[str, Any]:
     profile = profile_layers(nn.Sequential(_Scale(dtype)), loss, (logits, make_targets(NUM_TOKENS, "meta")))[-1]
     return {
         "logits_bytes": logits.nbytes,
-        "forward": _describe(profile.forward, profile.forward_peak_bytes),
-        "backward": _describe(profile.backward, profile.backward_peak_bytes + profile.kept_bytes),
+        "forward": _describe(profile.forward, profile.peaks.forward),
+        "backward": _describe(profile.backward, profile.peaks.backward + profile.kept_bytes),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.observed_model import Arrival, Input, WaitingGradient
+from gpipe.planning.observed_model import Arrival, Input, PerPass, WaitingGradient
 from gpipe.planning.profile import LayerProfile
 
 LOSS = LayerProfile(
@@ -24,19 +24,13 @@ LOSS = LayerProfile(
     inputs=(Input(10, -1, 0, None),),
     arrivals=(Arrival(10, 10, -1),),
     kept_bytes=0,
-    forward_peak_bytes=0,
-    quiet_peak_bytes=0,
-    backward_peak_bytes=0,
-    first_backward_peak_bytes=0,
-    last_backward_peak_bytes=0,
-    last_first_backward_peak_bytes=0,
-    split_backward_peak_bytes=0,
-    last_split_backward_peak_bytes=0,
+    heights=PerPass(*[(0,)] * 8),
 )
 
 
 def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> LayerProfile:
     """Return a layer that takes 10 bytes and keeps some more; its backward computes twice as much as its forward."""
+    backward, first_backward = (20,), (20 + parameter_bytes,)
     return replace(
         LOSS,
         parameters=parameter_bytes // 4,
@@ -49,12 +43,10 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         waiting_gradients=(WaitingGradient(parameter_bytes, parameter_bytes, parameter_bytes, is_added=True),),
         inputs=(Input(10, -1, None, 0),),
         kept_bytes=kept,
-        forward_peak_bytes=kept,
-        quiet_peak_bytes=10,
-        backward_peak_bytes=20,
-        first_backward_peak_bytes=20 + parameter_bytes,
-        last_backward_peak_bytes=20,
-        last_first_backward_peak_bytes=20 + parameter_bytes,
-        split_backward_peak_bytes=20,
-        last_split_backward_peak_bytes=20,
+        heights=PerPass((10,), (kept,), *[backward, first_backward] * 2, backward, backward),
     )
+
+
+def with_quiet_peak(profile: LayerProfile, size: int) -> LayerProfile:
+    """Return a profile with another peak of a forward that keeps nothing."""
+    return replace(profile, heights=profile.heights._replace(quiet=(size,)))

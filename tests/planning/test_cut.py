@@ -18,7 +18,7 @@ from gpipe.planning.evaluation import Evaluation
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting, plan_memory, plan_step
-from tests.planning.small_profiles import LOSS, layer
+from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
 
 KIB = 2**10
 LAYERS = st.builds(layer, st.integers(0, 500).map(lambda n: n * KIB), st.integers(10, 500).map(lambda n: n * KIB))
@@ -178,7 +178,7 @@ def test_an_evaluation_is_within_the_limit_too(
     layers: list[LayerProfile], setting: Setting, quiet: list[int], objective: str
 ) -> None:
     profiles = [*layers, LOSS]
-    evaluated = [replace(one, quiet_peak_bytes=size) for one, size in zip(profiles, quiet, strict=False)]
+    evaluated = [with_quiet_peak(one, size) for one, size in zip(profiles, quiet, strict=False)]
     evaluation = Evaluation(evaluated, 3)
     every = list(all_cuts(len(layers), setting.num_stages))
     peaks = {tuple(one): cut.peak_bytes(profiles, one, setting, evaluation) for one in every}
@@ -194,7 +194,7 @@ def test_an_evaluation_is_within_the_limit_too(
 
 def test_an_evaluation_that_no_cut_brings_within_the_limit_is_named() -> None:
     profiles = [layer(4_000), layer(4_000), LOSS]
-    evaluation = Evaluation([*profiles[:2], replace(LOSS, quiet_peak_bytes=50_000)], 4)
+    evaluation = Evaluation([*profiles[:2], with_quiet_peak(LOSS, 50_000)], 4)
     cutter = Cutter("seconds", "step", SPEED, memory_limit_bytes=40_000)
     with pytest.raises(
         ValueError,

@@ -1,7 +1,5 @@
 """The planned memory of an evaluation, against arithmetic and against one on real tensors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from gpipe.planning.ledger import Ledger
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting
 from gpipe.training.evaluation import EvaluationMetrics
-from tests.planning.small_profiles import LOSS, layer
+from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
 
 
 def plan(planner: EvaluationPlanner, partitions: list[int], setting: Setting) -> tuple[int, ...]:
@@ -22,12 +20,12 @@ def plan(planner: EvaluationPlanner, partitions: list[int], setting: Setting) ->
 
 
 def test_a_device_has_its_state_its_inputs_and_the_largest_forward() -> None:
-    profiles = [replace(layer(4000), quiet_peak_bytes=peak) for peak in (50, 70, 30)]
+    profiles = [with_quiet_peak(layer(4000), peak) for peak in (50, 70, 30)]
     sizes = []
 
     def profile(size: int) -> list:
         sizes.append(size)
-        return [*profiles, replace(LOSS, quiet_peak_bytes=900)]
+        return [*profiles, with_quiet_peak(LOSS, 900)]
 
     planner = EvaluationPlanner(profile, batch_size=10)
     found = plan(planner, [2, 1], Setting(2, 4, state_ratio=2.0))
@@ -67,7 +65,7 @@ def test_layers_are_described_in_evaluation_mode() -> None:
     layers = nn.Sequential(nn.Linear(10, 1000), nn.Dropout(0.5))
     example = torch.zeros(100, 10), torch.zeros(100)
     peaks = [
-        profile_layers(layers, lambda outputs, _: outputs.sum(), example, training=training)[1].quiet_peak_bytes
+        profile_layers(layers, lambda outputs, _: outputs.sum(), example, training=training)[1].peaks.quiet
         for training in (True, False)
     ]
     assert peaks[0] >= 400_000 and peaks[1] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from gpipe.models import amoebanet_b, transformer_lm
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.ledger import Work
-from gpipe.planning.observed_model import PASSES
+from gpipe.planning.observed_model import PerPass
 from gpipe.planning.profile import LayerProfile, profile_layers
 from tests.planning.small_profiles import LOSS, layer
 
@@ -60,8 +59,7 @@ def test_what_lies_between_is_what_describing_returns(sums: list[tuple[int, int]
 
     def profiler(size: int) -> list[LayerProfile]:
         moments = tuple(start + grows * size for start, grows in sums)
-        peaks: dict[str, Any] = {f"{name}_peak_bytes": max(moments) for name in PASSES}
-        return [replace(layer(flops=7 * size), heights=(moments,) * len(PASSES), **peaks)]
+        return [replace(layer(flops=7 * size), heights=PerPass(*[moments] * 8))]
 
     asked: list[int] = []
 
@@ -80,7 +78,7 @@ def test_what_has_other_moments_is_described() -> None:
 
     def profiler(size: int) -> list[LayerProfile]:
         asked.append(size)
-        return [replace(layer(kept=3 + 10 * size), heights=((1,) * size,) * len(PASSES))]
+        return [replace(layer(kept=3 + 10 * size), heights=PerPass(*[(1,) * size] * 8))]
 
     known = KnownProfiles(profiler)
     assert [known(size)[0].kept_bytes for size in (1, 8, 4, 4)] == [13, 83, 43, 43]
@@ -95,7 +93,7 @@ def test_nothing_lies_between_two_layers(name: str) -> None:
     def profiler(size: int) -> list[LayerProfile]:
         asked.append(size)
         taken = LOSS.inputs[0]._replace(**{name: size})
-        return [replace(layer(), heights=((1,),) * len(PASSES), inputs=(taken,))]
+        return [replace(layer(), heights=PerPass(*[(1,)] * 8), inputs=(taken,))]
 
     known = KnownProfiles(profiler)
     assert [known(size)[0].inputs for size in (2, 8, 4)] == [profiler(size)[0].inputs for size in (2, 8, 4)]

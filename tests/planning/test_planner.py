@@ -15,7 +15,7 @@ from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting
-from tests.planning.small_profiles import LOSS, layer
+from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
 
 NUM_LAYERS = 8
 
@@ -129,7 +129,7 @@ def test_more_micro_batches_are_named_where_an_evaluation_alone_needs_less_with_
         return [*[layer(parameter_bytes=1_000, kept=0, flops=size)] * NUM_LAYERS, LOSS]
 
     def metrics(size: int) -> list[LayerProfile]:
-        return [*[layer()] * NUM_LAYERS, replace(LOSS, quiet_peak_bytes=1_000 * size)]
+        return [*[layer()] * NUM_LAYERS, with_quiet_peak(LOSS, 1_000 * size)]
 
     setting = Setting(NUM_LAYERS, 1)
     trains = replace(planner(10_000, batch_size), profiler=parameters_alone)

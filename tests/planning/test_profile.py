@@ -78,7 +78,7 @@ def test_memory_of_three_layers_followed_by_hand() -> None:
     assert [profile.kept_bytes for profile in (first, tanh, last)] == [hidden, 0, logits]
     assert tanh.inputs == (Input(hidden, -1, 0, None),)
     assert last.inputs == (Input(hidden, -1, None, -1),)
-    assert tanh.quiet_peak_bytes == tanh.forward_peak_bytes == hidden
+    assert tanh.peaks.quiet == tanh.peaks.forward == hidden
     assert first.statistics_bytes == 0 and first.trainable_bytes == 4 * (8 * 16 + 16)
 
 
@@ -105,7 +105,7 @@ def test_gradients_that_arrive_are_those_of_tensors_that_need_one_and_are_not_th
     assert passing.arrivals == (Arrival(half, 4, -1), Arrival(half, half, -1))
     assert loss.arrivals == (Arrival(whole, 4, -1),)
     # The gradient that arrives is there while the weight's is made. A stage that ends with the layer has it elsewhere.
-    assert linear.backward_peak_bytes - linear.last_backward_peak_bytes == whole
+    assert linear.peaks.backward - linear.peaks.last_backward == whole
 
 
 def test_a_frozen_parameter_gets_no_gradient() -> None:

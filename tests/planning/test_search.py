@@ -22,7 +22,7 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.search import Space, find_fastest
 from gpipe.planning.step import Plan, Setting, plan_step
-from tests.planning.small_profiles import LOSS, layer
+from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
 
 SPEED = Speed(10.0, 10.0, 1e4, 1e3, 5.0, hop_seconds=2.0, task_seconds=1.0)
 STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 3), "zb_v": (2,)}
@@ -39,7 +39,7 @@ def planner(flops: list[int], batch_size: int, least: int = 1, evaluated: int = 
         return [*[layer(parameter_bytes=100 * each, kept=40 * size, flops=each * size) for each in flops], LOSS]
 
     def evaluation_profiler(size: int) -> list[LayerProfile]:
-        return [*[layer()] * len(flops), replace(LOSS, quiet_peak_bytes=evaluated * size)]
+        return [*[layer()] * len(flops), with_quiet_peak(LOSS, evaluated * size)]
 
     accelerator, cut = find_accelerator("h100"), Cutter("seconds", "step", SPEED)
     found = Planner(profiler, cut, batch_size, accelerator, SPEED, 0, least)

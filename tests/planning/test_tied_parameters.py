@@ -30,7 +30,7 @@ def test_a_profile_is_that_of_layers_with_copies() -> None:
     assert {profile.tied_parameters for profile in expected} == {0}
     for one, other in zip(found, expected, strict=True):
         assert (one.parameter_bytes, one.trainable_bytes) == (other.parameter_bytes, other.trainable_bytes)
-        assert one.first_backward_peak_bytes == other.first_backward_peak_bytes
+        assert one.peaks.first_backward == other.peaks.first_backward
 
 
 def test_a_run_of_equal_layers_that_share_a_parameter() -> None:

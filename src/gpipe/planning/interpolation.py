@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.observed_model import PASSES, Arrival, Input
+from gpipe.planning.observed_model import Arrival, Input, PerPass
 from gpipe.planning.profile import LayerProfile
 
 Profiler = Callable[[int], list[LayerProfile]]
@@ -98,16 +98,12 @@ def _interpolate_all(
 
 
 def _interpolate_profile(one: LayerProfile, other: LayerProfile, share: _Share, *, is_exact: bool) -> LayerProfile:
-    has_moments = bool(one.heights) and list(map(len, one.heights)) == list(map(len, other.heights))
-    if is_exact and not has_moments:
-        raise _DifferentError
-    names = [each.name for each in fields(one) if each.name != "heights"]
-    values = {name: _interpolate(getattr(one, name), getattr(other, name), share, is_exact) for name in names}
-    if not has_moments:
-        return replace(one, **values, heights=())
-    heights = tuple(tuple(map(share.of, *pair)) for pair in zip(one.heights, other.heights, strict=True))
-    peaks: dict[str, Any] = {f"{name}_peak_bytes": max(found) for name, found in zip(PASSES, heights, strict=True)}
-    return replace(one, **values | peaks, heights=heights)
+    if not is_exact and list(map(len, one.heights)) != list(map(len, other.heights)):
+        one, other = (replace(each, heights=PerPass(*((peak,) for peak in each.peaks))) for each in (one, other))
+    names = [each.name for each in fields(one)]
+    return replace(
+        one, **{name: _interpolate(getattr(one, name), getattr(other, name), share, is_exact) for name in names}
+    )
 
 
 def _interpolate(one: Any, other: Any, share: _Share, is_exact: bool) -> Any:

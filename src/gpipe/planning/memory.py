@@ -151,16 +151,16 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     given = sum(arrival.size for arrival in arrivals)
     for offset, profile in enumerate(own):
         arrived = 0 if offset == 0 else profile.input_bytes
-        quiet = max(quiet, arrived + profile.quiet_peak_bytes)
-        forward = max(forward, kept + profile.forward_peak_bytes + freed.get(offset, 0))
+        quiet = max(quiet, arrived + profile.peaks.quiet)
+        forward = max(forward, kept + profile.peaks.forward + freed.get(offset, 0))
         kept += profile.kept_bytes + freed.get(offset, 0)
         later_gradients -= profile.trainable_bytes
-        peak, first_peak = profile.last_backward_peak_bytes, profile.last_first_backward_peak_bytes
-        split_peak = profile.last_split_backward_peak_bytes
+        peak, first_peak = profile.peaks.last_backward, profile.peaks.last_first_backward
+        split_peak = profile.peaks.last_split_backward
         if first + offset < end - 1 or not arrivals:
             passing = sum(arrival.storage_size for arrival in arrivals if end + arrival.made_by < first + offset)
-            peak, first_peak = profile.backward_peak_bytes - passing, profile.first_backward_peak_bytes - passing
-            split_peak = profile.split_backward_peak_bytes - passing
+            peak, first_peak = profile.peaks.backward - passing, profile.peaks.first_backward - passing
+            split_peak = profile.peaks.split_backward - passing
         backward = max(backward, kept + peak)
         later_deferred -= profile.deferred_bytes
         split = max(split, kept + split_peak + later_deferred)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,38 @@ from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work
 
-PASSES = (
-    "quiet",
-    "forward",
-    "backward",
-    "first_backward",
-    "last_backward",
-    "last_first_backward",
-    "split_backward",
-    "last_split_backward",
-)
+_Value = TypeVar("_Value")
 _FAILURE = "cannot be described without data"
 _REMEDY = (
     "check the example's shape, or, if the layer reads values, describe it with measure_layers, or give "
     "partition_layers your own costs"
 )
+
+
+class PerPass(NamedTuple, Generic[_Value]):
+    """Something for each way to run a layer, such as the bytes that it holds above what was held before.
+
+    Attributes:
+        quiet: in its forward function, with a graph that keeps no tensors.
+        forward: in its forward function, with a graph.
+        backward: in its backward pass, above what the graph held when its forward function ended; a parameter's
+            gradient is freed as soon as it could be added to that of an earlier micro-batch.
+        first_backward: likewise in the first backward pass of a step, whose gradients stay.
+        last_backward: in its backward pass as the last layer of a stage. The gradients that arrive are not counted: the
+            stage holds them until its backward ends.
+        last_first_backward: likewise in the first backward pass of a step.
+        split_backward: in its backward pass, including what is held until its weights' gradients are made.
+        last_split_backward: likewise as the last layer of a stage.
+    """
+
+    quiet: _Value
+    forward: _Value
+    backward: _Value
+    first_backward: _Value
+    last_backward: _Value
+    last_first_backward: _Value
+    split_backward: _Value
+    last_split_backward: _Value
 
 
 class Input(NamedTuple):
@@ -105,8 +122,8 @@ class ObservedModel:
         self.inputs: list[list[Input]] = [[] for _ in self.layers]
         self.arrivals: list[list[Arrival]] = [[] for _ in self.layers]
         self.live_after = [0] * len(self.layers)
-        self.heights: dict[str, list[list[int]]] = {name: [[0] for _ in self.layers] for name in PASSES}
-        self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in PASSES}
+        self.heights: dict[str, list[list[int]]] = {name: [[0] for _ in self.layers] for name in PerPass._fields}
+        self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in PerPass._fields}
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
         self.waiting_gradients: list[list[WaitingGradient]] = [[] for _ in self.layers]
         self.converted_bytes = [0] * len(self.layers)

@@ -24,7 +24,7 @@ from gpipe.pipeline.refusals import refuse_no_sequence
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.ledger import Ledger, Work
-from gpipe.planning.observed_model import PASSES, Arrival, Input, ObservedModel, WaitingGradient
+from gpipe.planning.observed_model import Arrival, Input, ObservedModel, PerPass, WaitingGradient
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.repeats import Shortened
 from gpipe.planning.without_data import copy_layers, copy_payload
@@ -50,20 +50,10 @@ class LayerProfile:
         inputs: the tensors of its input, except those that outlive the step.
         arrivals: the gradients that its backward, and those of later layers, give the layers before.
         kept_bytes: how much the graph of the plain model grows over it, less what it frees of earlier layers.
-        forward_peak_bytes: in its forward function, with a graph.
-        quiet_peak_bytes: in its forward function, with a graph that keeps no tensors.
-        backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
-            parameter's gradient is freed as soon as it could be added to that of an earlier micro-batch.
-        first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
-        last_backward_peak_bytes: in its backward pass as the last layer of a stage. The gradients that arrive are not
-            counted: the stage holds them until its backward ends.
-        last_first_backward_peak_bytes: likewise in the first backward pass of a step.
-        split_backward_peak_bytes: in its backward pass, including what is held until its weights' gradients are made.
-        last_split_backward_peak_bytes: likewise as the last layer of a stage.
-        tied_parameters: how many of its parameters an earlier layer has too; each layer has its own copy.
-        converted_bytes: the copies of its weights that autocast makes once per step; nothing else here counts them.
         heights: what was held at every moment of each pass; the peak is the largest. With other numbers of examples,
             another moment may be the largest.
+        tied_parameters: how many of its parameters an earlier layer has too; each layer has its own copy.
+        converted_bytes: the copies of its weights that autocast makes once per step; nothing else here counts them.
     """
 
     parameters: int
@@ -81,17 +71,14 @@ class LayerProfile:
     inputs: tuple[Input, ...]
     arrivals: tuple[Arrival, ...]
     kept_bytes: int
-    forward_peak_bytes: int
-    quiet_peak_bytes: int
-    backward_peak_bytes: int
-    first_backward_peak_bytes: int
-    last_backward_peak_bytes: int
-    last_first_backward_peak_bytes: int
-    split_backward_peak_bytes: int
-    last_split_backward_peak_bytes: int
+    heights: PerPass[tuple[int, ...]] = field(repr=False)
     tied_parameters: int = 0
     converted_bytes: int = 0
-    heights: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def peaks(self) -> PerPass[int]:
+        """The most bytes in each pass."""
+        return PerPass(*map(max, self.heights))
 
     @cached_property
     def trainable_bytes(self) -> int:
@@ -327,7 +314,6 @@ def _make_profile(model: ObservedModel, index: int, start: int) -> LayerProfile:
         inputs=tuple(model.inputs[index]),
         arrivals=tuple(model.arrivals[index]),
         kept_bytes=model.live_after[index] - before,
-        **{f"{name}_peak_bytes": max(found[index]) for name, found in model.heights.items()},
-        heights=tuple(tuple(model.heights[name][index]) for name in PASSES),
+        heights=PerPass(*(tuple(found[index]) for found in model.heights.values())),
         converted_bytes=model.converted_bytes[index],
     )
