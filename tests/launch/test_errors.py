@@ -112,10 +112,7 @@ def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resolve"], "--resolve changes what --cfg prints: add --cfg job, or leave --resolve out"),
         (["--package", "trainer"], "--package changes what --cfg prints: add --cfg job, or leave --package out"),
-        (["-m", "seed=1", "--cfg", "job"], "--multirun and --cfg exclude each other: leave out all but one"),
-        (["--config-dir", "nowhere"], "--config-dir is nowhere, which is not a folder: correct it"),
         (
             ["--experimental-rerun=a"],
             "--experimental-rerun loads a pickle, which may run any code: start the run's command again",

@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra._internal import utils  # noqa: TID251
@@ -43,22 +42,12 @@ def surround_runs(surrounding: Callable[[], AbstractContextManager[None]]) -> It
 
 
 def _parse(parser: ArgumentParser) -> Namespace:
-    """Parse the command line; refuse options that exclude each other, or that would have no effect."""
+    """Parse the command line; refuse an option that is not safe, and one that would have no effect."""
     found = parser.parse_intermixed_args()
     if found.experimental_rerun is not None:
         _refuse("--experimental-rerun loads a pickle, which may run any code: start the run's command again")
-    if found.config_dir is not None and not Path(found.config_dir).is_dir():
-        _refuse(f"--config-dir is {found.config_dir}, which is not a folder: correct it")
-    commands = ("run", "multirun", "cfg", "info", "shell_completion")
-    given = [f"--{name}".replace("_", "-") for name in commands if getattr(found, name)]
-    if len(given) > 1:
-        _refuse(f"{' and '.join(given)} exclude each other: leave out all but one")
-    for option, is_given, others in (
-        ("--resolve", found.resolve, found.cfg or found.help),
-        ("--package", found.package is not None, found.cfg),
-    ):
-        if is_given and not others:
-            _refuse(f"{option} changes what --cfg prints: add --cfg job, or leave {option} out")
+    if found.package is not None and not found.cfg:
+        _refuse("--package changes what --cfg prints: add --cfg job, or leave --package out")
     return found
 
 
