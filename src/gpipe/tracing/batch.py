@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +22,8 @@ BATCHES = (3, 4, 33)
 """The numbers of examples to try: odd, even and large. Not 1, which broadcasts."""
 
 
-class OfBatch(NamedTuple):
+@dataclass(frozen=True)
+class OfBatch:
     """factor * number of examples + offset, in place of a number in a graph."""
 
     factor: int

@@ -56,20 +56,18 @@ def check_inputs(inputs: Any, form: Form, known: Collection[str] | None) -> Any:
         ValueError: the inputs are nested differently, or have other dimensions or other sizes that the model reads.
     """
     found = find_form(inputs)
-    if form is not None and found is None:
-        kind = "None" if inputs is None else f"of type {type(inputs).__name__}"
-        raise ValueError(
-            f"the model's input is {kind}, but the example was {_describe(form)}; give it like the example"
-        )
+    if form is not None and found is None and inputs is not None:
+        raise _refuse("the model's input", f"of type {type(inputs).__name__}", form)
     if isinstance(inputs, dict) and isinstance(form, dict):
         given = {name for name, part in inputs.items() if part is not None and (known is None or name in known)}
         if given - form.keys():
-            raise ValueError(
-                f"the model's input is {_describe(found)}, but the example was {_describe(form)}; give it like the "
-                "example"
-            )
+            raise _refuse("the model's input", _describe(found), form)
     _check("the model's input", found, form)
     return inputs
+
+
+def _refuse(name: str, found: str, form: Form) -> ValueError:
+    return ValueError(f"{name} is {found}, but the example was {_describe(form)}; give it like the example")
 
 
 def _check(name: str, found: Any, form: Any) -> None:
@@ -78,9 +76,7 @@ def _check(name: str, found: Any, form: Any) -> None:
         others = found.keys() - form.keys()  # of a dict, such as columns of a data set
         is_alike = form.keys() <= found.keys() and all(isinstance(key, str) for key in others)
     if not is_alike:
-        raise ValueError(
-            f"{name} is {_describe(found)}, but the example was {_describe(form)}; give it like the example"
-        )
+        raise _refuse(name, _describe(found), form)
     if isinstance(form, dict):
         for key, part in form.items():
             _check(key if isinstance(key, str) else f"input {key}", found[key], part)

@@ -66,13 +66,9 @@ class Operations:
 
     def needs_batch_size(self, node: fx.Node) -> bool:
         """Return whether an operation needs the number of examples."""
-
-        def is_number(leaf: Any) -> bool:
-            return isinstance(leaf, OfBatch)
-
         constants = (self.constant(str(used.target).removeprefix("model.")) for used in node.all_input_nodes)
         shapes = [constant.shape for constant in constants if constant is not None]
-        return any(map(is_number, tree_leaves((*self.arguments[node], shapes), is_leaf=is_number)))
+        return any(isinstance(leaf, OfBatch) for leaf in tree_leaves((*self.arguments[node], shapes)))
 
     def has_examples(self, node: fx.Node) -> bool:
         """Return whether a tensor has the examples in a dimension."""

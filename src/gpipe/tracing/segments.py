@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from gpipe.tracing.batch import Numbering, OfBatch
 from gpipe.tracing.inputs import Form, check_inputs, name_arguments
@@ -141,23 +142,15 @@ class _Copy:
 
     def substitute(self, arguments: Any) -> Any:
         """Return arguments with their counterparts in this layer."""
-        if isinstance(arguments, OfBatch):
-            return self._of_batch(arguments)
-        if isinstance(arguments, fx.Node):
-            return self._made[arguments] if arguments in self._made else self.attribute(arguments)
-        if isinstance(arguments, slice):
-            return slice(*(self.substitute(part) for part in (arguments.start, arguments.stop, arguments.step)))
-        if isinstance(arguments, tuple | list):
-            return (
-                type(arguments)(self.substitute(part) for part in arguments)
-                if type(arguments) in (tuple, list)
-                else arguments
-            )
-        if isinstance(arguments, dict):
-            return {key: self.substitute(part) for key, part in arguments.items()}
-        if isinstance(arguments, torch.device):
-            return self._own_device()
-        return arguments
+
+        def substitute_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, OfBatch):
+                return self._of_batch(leaf)
+            if isinstance(leaf, fx.Node):
+                return self._made[leaf] if leaf in self._made else self.attribute(leaf)
+            return self._own_device() if isinstance(leaf, torch.device) else leaf
+
+        return map_aggregate(arguments, substitute_leaf)
 
     def attribute(self, node: fx.Node) -> fx.Node:
         """Return a parameter, buffer or constant, or `training`, fetched in this layer."""
@@ -176,7 +169,7 @@ class _Copy:
                 self.temporary.append(name)
         found = self._graph.get_attr(name)
         if constant is not None and constant.shape is not None:
-            found = self._graph.call_method("expand", (found, self._sizes(constant.shape)))
+            found = self._graph.call_method("expand", (found, self.substitute(constant.shape)))
             found = self._graph.call_method("contiguous", (found,)) if constant.is_contiguous else found
         self._made[node] = found
         return found
@@ -184,10 +177,7 @@ class _Copy:
     def _number_examples(self, constant: Numbering) -> fx.Node:
         options: dict[str, Any] = {"dtype": constant.dtype, "device": self._own_device()}
         numbers = self._graph.call_function(torch.arange, (self._of_batch(OfBatch(1, 0)),), options)
-        return self._graph.call_method("reshape", (numbers, self._sizes(constant.shape)))
-
-    def _sizes(self, shape: tuple[int | OfBatch, ...]) -> tuple[Any, ...]:
-        return tuple(self._of_batch(size) if isinstance(size, OfBatch) else size for size in shape)
+        return self._graph.call_method("reshape", (numbers, self.substitute(constant.shape)))
 
     def operation(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         """Return the same operation in this layer."""

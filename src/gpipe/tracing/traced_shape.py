@@ -77,22 +77,6 @@ def _read_whole(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "__iter__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__contains__",
-    "__add__",
-    "__radd__",
-    "__mul__",
-    "__rmul__",
-    "__hash__",
-    "__reduce_ex__",
-    "count",
-    "index",
-):
+_OPERATORS = ("iter", "eq", "ne", "lt", "le", "gt", "ge", "contains", "add", "radd", "mul", "rmul", "hash", "reduce_ex")
+for _name in (*(f"__{_operator}__" for _operator in _OPERATORS), "count", "index"):
     setattr(TracedShape, _name, _read_whole(_name))

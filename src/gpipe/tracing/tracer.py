@@ -45,15 +45,7 @@ from gpipe.tracing.recording import (
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import TracedTensor
 
-_CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-)
-
+_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder
 
 _OF_FORM = ("dim", "ndimension", "get_device", "element_size")  # numbers that are not sizes
 _TRANSFORMERS = nn.Transformer.forward.__code__.co_filename
