@@ -189,7 +189,6 @@ def test_a_wrong_argument_is_refused_in_one_sentence(
             2,
             f"Layer 1 alone needs 5,000 bytes, above the limit of 4,000 bytes per partition; {SPLIT}",
         ),
-        ([600] * 5, 1000, 2, f"The layers need 3,000 bytes together, above 2 partitions x 1,000 bytes; {RAISE}"),
         (
             [600] * 5,
             1000,

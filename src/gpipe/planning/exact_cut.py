@@ -42,13 +42,13 @@ def partition_layers(
     """
     _check_counts(costs, num_partitions, objective)
     num_layers = len(costs)
-    prefix = _prefix_sums(_exact_integers(costs))
+    prefix = list(accumulate(_exact_integers(costs), initial=0))
     if prefix[-1] == 0:
         prefix = list(range(num_layers + 1))
     memory_ends = [num_layers] * num_layers
     if memory_bytes is not None and memory_limit_bytes is not None:
-        _check_memory(memory_bytes, memory_limit_bytes, num_layers, num_partitions)
-        memory_ends = _furthest_ends(_prefix_sums(memory_bytes), memory_limit_bytes)
+        _check_memory(memory_bytes, memory_limit_bytes, num_layers)
+        memory_ends = _furthest_ends(list(accumulate(memory_bytes, initial=0)), memory_limit_bytes)
         num_needed = len(_greedy_cuts(memory_ends)) - 1
         if num_needed > num_partitions:
             raise ValueError(
@@ -159,10 +159,6 @@ def _greedy_cuts(ends: list[int]) -> list[int]:
     return cuts
 
 
-def _prefix_sums(values: Sequence[int]) -> list[int]:
-    return list(accumulate(values, initial=0))
-
-
 def _exact_integers(costs: Sequence[float]) -> list[int]:
     """Scale costs by one common factor to integers: any float is a fraction whose denominator is a power of two."""
     fractions = [Fraction(int(cost) if isinstance(cost, Integral) else float(cost)) for cost in costs]
@@ -190,7 +186,7 @@ def _check_counts(costs: Sequence[float], num_partitions: int, objective: str) -
             raise ValueError(f"The cost of layer {index} is {cost}; give every layer a finite cost of at least 0.")
 
 
-def _check_memory(memory_bytes: Sequence[int], limit: int, num_layers: int, num_partitions: int) -> None:
+def _check_memory(memory_bytes: Sequence[int], limit: int, num_layers: int) -> None:
     if len(memory_bytes) != num_layers:
         raise ValueError(f"memory_bytes has {len(memory_bytes)} entries for {num_layers} layers; give one per layer.")
     for index, size in enumerate(memory_bytes):
@@ -201,8 +197,3 @@ def _check_memory(memory_bytes: Sequence[int], limit: int, num_layers: int, num_
                 f"Layer {index} alone needs {size:,} bytes, above the limit of {limit:,} bytes per partition; "
                 "raise the limit or split that layer."
             )
-    if sum(memory_bytes) > num_partitions * limit:
-        raise ValueError(
-            f"The layers need {sum(memory_bytes):,} bytes together, above {num_partitions} partitions x {limit:,} "
-            "bytes; raise the limit or the number of partitions."
-        )
