@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from gpipe._compat.torch_description import TorchDispatchMode
 from gpipe.planning.operation_memory import OperationMemory
 
 _aten = torch.ops.aten
+_Result = TypeVar("_Result")
 
 
 class Work(NamedTuple):
@@ -40,19 +39,6 @@ class Moment(NamedTuple):
     added: int
     aside: int
     waiting: int
-
-
-@dataclass
-class Aside:
-    """What was done without counting in a ledger.
-
-    Attributes:
-        work: of each operation.
-        peak_bytes: the peak of what was allocated; known at the end.
-    """
-
-    work: list[Work]
-    peak_bytes: int = 0
 
 
 class Ledger(TorchDispatchMode):
@@ -125,16 +111,15 @@ class Ledger(TorchDispatchMode):
         if storage._cdata in self._alive and storage._cdata not in self._aside:
             self._to_wait.add(storage._cdata)
 
-    @contextmanager
-    def beside(self) -> Iterator[Aside]:
-        """Give what the body does separately: the ledger counts neither its work nor what it allocates."""
+    def run_beside(self, run: Callable[[], _Result]) -> tuple[_Result, list[Work], int]:
+        """Return the result of `run`, its work, and the peak bytes of what it allocated; the ledger counts neither."""
         work, self.work = self.work, []
         start, num_moments = self.live_bytes, len(self.moments)
-        aside = Aside(self.work)
-        yield aside
-        self.work = work
-        aside.peak_bytes = max((one.live - start for one in self.moments[num_moments:]), default=0)
+        result = run()
+        done, self.work = self.work, work
+        peak_bytes = max((one.live - start for one in self.moments[num_moments:]), default=0)
         del self.moments[num_moments:]
+        return result, done, peak_bytes
 
     def take_work(self) -> tuple[Work, ...]:
         """Return the work since the last call."""

@@ -220,12 +220,15 @@ class ObservedModel:
         if (gradient := gradients[0]) is None:
             return
         inputs = product.inputs
-        with self.ledger.beside() as done:
-            made = [found.nbytes for found in product.prepare(inputs)(gradient) if found is not None]
+
+        def make() -> int:
+            return sum(found.nbytes for found in product.prepare(inputs)(gradient) if found is not None)
+
+        size, work, peak_bytes = self.ledger.run_beside(make)
         final = sum(end.leaf.variable.nbytes for end in product.ends)
         is_added = all(end.is_own or end.is_transposed for end in product.ends)
-        self.waiting_gradients[self.position].append(WaitingGradient(sum(made), done.peak_bytes, final, is_added))
-        self.weight_gradients[self.position] += done.work
+        self.waiting_gradients[self.position].append(WaitingGradient(size, peak_bytes, final, is_added))
+        self.weight_gradients[self.position] += work
         held = self.deferred[self.position]
         for storage in (gradient.untyped_storage(), inputs.untyped_storage()):
             if not any(known() is storage for known, _ in held):
