@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, with_recomputations
+from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, with_recomputations
 from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.memory import StageMemory, StateRatios, Walk
 
@@ -78,11 +80,12 @@ def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tupl
 
     All get the same number; then each stage in turn gets as many more as fit.
     """
-    good, bad = 0, max(most) + 1
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(tuple(min(middle, limit) for limit in most)) else (good, middle)
-    counts = [min(good, limit) for limit in most]
+
+    def limit(count: int) -> tuple[int, ...]:
+        return tuple(min(count, own) for own in most)
+
+    equal = bisect_left(range(1, max(most) + 1), True, key=lambda count: not fits(limit(count)))
+    counts = list(limit(equal))
     for place in range(len(most)) if len(most) > 1 else ():
         while counts[place] < most[place]:
             raised = [*counts[:place], counts[place] + 1, *counts[place + 1 :]]
@@ -115,17 +118,11 @@ def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
 @lru_cache(maxsize=2**12)
 def _count_at_once(order: Order, device: int) -> tuple[int, ...]:
     """Return the most micro-batches of each stage that are between forward and backward at once."""
-    tasks = _list_tasks(order)[device]
-    return tuple(_count_in(tasks, stage) for stage in sorted({task.stage for task in tasks}))
-
-
-def _count_in(tasks: Sequence[Task], stage: int) -> int:
-    now = most = 0
-    for task in tasks:
-        if task.stage == stage:
-            now += (task.kind is Kind.FORWARD) - task.kind.makes_gradients
-            most = max(most, now)
-    return most
+    now, most = Counter[int](), Counter[int]()
+    for kind, stage, _ in _list_tasks(order)[device]:
+        now[stage] += (kind is Kind.FORWARD) - kind.makes_gradients
+        most[stage] = max(most[stage], now[stage])
+    return tuple(most[stage] for stage in sorted(most))
 
 
 @lru_cache(maxsize=2**12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -220,9 +221,7 @@ def find_largest_size(fits: Callable[[int], bool], start: int, step: int, most: 
         good, bad = bad, 2 * bad
         if start + good * step >= most:
             return start + good * step
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(start + middle * step) else (good, middle)
+    good += bisect_left(range(good + 1, bad), True, key=lambda number: not fits(start + number * step))
     return start + good * step
 
 
