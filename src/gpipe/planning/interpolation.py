@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpipe.planning.ledger import Work
 from gpipe.planning.observed_model import Arrival, Input, PerPass
 from gpipe.planning.profile import LayerProfile
 
+_Between = Callable[[int, int], int]
+"""A number at the smaller size, and at the larger one -> the number for a size between them."""
 Profiler = Callable[[int], list[LayerProfile]]
 """Size of a micro-batch -> the profile of each layer and the loss."""
 
@@ -64,19 +66,13 @@ class KnownProfiles:
         above = min((known for known in self._described if known > size), default=None)
         if below is None or above is None:
             return None
-        share = _Share(size - below, above - below)
-        return _interpolate_all(self._described[below], self._described[above], share, is_exact=not self._estimates)
 
+        def interpolate(one: int, other: int) -> int:
+            """Interpolate in integers: numbers of FLOPs exceed those that floats represent exactly."""
+            return one + (size - below) * (other - one) // (above - below)
 
-class _Share(NamedTuple):
-    """A part of a length, both integers: numbers of FLOPs exceed the integers that floats represent exactly."""
-
-    part: int
-    length: int
-
-    def of(self, one: int, other: int) -> int:
-        """Interpolate between two numbers."""
-        return one + self.part * (other - one) // self.length
+        ends = self._described[below], self._described[above]
+        return _interpolate_all(*ends, interpolate, is_exact=not self._estimates)
 
 
 class _DifferentError(Exception):
@@ -84,37 +80,37 @@ class _DifferentError(Exception):
 
 
 def _interpolate_all(
-    small: Sequence[LayerProfile], large: Sequence[LayerProfile], share: _Share, *, is_exact: bool
+    small: Sequence[LayerProfile], large: Sequence[LayerProfile], between: _Between, *, is_exact: bool
 ) -> list[LayerProfile] | None:
     """Interpolate; return None if the two differ in more than numbers, or if it must be exact and is not."""
     made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
     try:
         for one, other in zip(small, large, strict=True):
             if (id(one), id(other)) not in made:
-                made[id(one), id(other)] = _interpolate_profile(one, other, share, is_exact=is_exact)
+                made[id(one), id(other)] = _interpolate_profile(one, other, between, is_exact=is_exact)
     except _DifferentError:
         return None
     return [made[id(one), id(other)] for one, other in zip(small, large, strict=True)]
 
 
-def _interpolate_profile(one: LayerProfile, other: LayerProfile, share: _Share, *, is_exact: bool) -> LayerProfile:
+def _interpolate_profile(one: LayerProfile, other: LayerProfile, between: _Between, *, is_exact: bool) -> LayerProfile:
     if not is_exact and list(map(len, one.heights)) != list(map(len, other.heights)):
         one, other = (replace(each, heights=PerPass(*((peak,) for peak in each.peaks))) for each in (one, other))
     names = [each.name for each in fields(one)]
     return replace(
-        one, **{name: _interpolate(getattr(one, name), getattr(other, name), share, is_exact) for name in names}
+        one, **{name: _interpolate(getattr(one, name), getattr(other, name), between, is_exact) for name in names}
     )
 
 
-def _interpolate(one: Any, other: Any, share: _Share, is_exact: bool) -> Any:
+def _interpolate(one: Any, other: Any, between: _Between, is_exact: bool) -> Any:
     if isinstance(one, int) and isinstance(other, int):
-        return share.of(one, other)
+        return between(one, other)
     if not is_exact and _is_work(one) and _is_work(other) and len(one) != len(other):
         one, other = _add_up(one), _add_up(other)
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         if _find_layers(one) != _find_layers(other):
             raise _DifferentError
-        items = [_interpolate(a, b, share, is_exact) for a, b in zip(one, other, strict=True)]
+        items = [_interpolate(a, b, between, is_exact) for a, b in zip(one, other, strict=True)]
         return type(one)(*items) if hasattr(one, "_fields") else tuple(items)
     if one == other:
         return one
