@@ -231,15 +231,13 @@ def _weights_peaks(own: Sequence[LayerProfile]) -> tuple[int, int]:
     return peak, first_peak
 
 
-_HELD = (
+_PER_STAGE = (
     "input_bytes",
     "kept_bytes",
     "statistics_bytes",
     "deferred_bytes",
     "prompt_gradient_bytes",
     "deferred_gradient_bytes",
-)
-_PEAKS = (
     "quiet_peak_bytes",
     "forward_peak_bytes",
     "backward_peak_bytes",
@@ -250,17 +248,16 @@ _PEAKS = (
     "first_weights_peak_bytes",
     "bucket_bytes",
 )
-_FIRST_PEAKS = {
-    "backward_peak_bytes": "first_backward_peak_bytes",
-    "split_peak_bytes": "first_split_peak_bytes",
-    "weights_peak_bytes": "first_weights_peak_bytes",
-}
-_PER_STAGE = _HELD + _PEAKS
-_INPUT, _KEPT, _STATISTICS, _DEFERRED, _PROMPT_GRADIENT, _DEFERRED_GRADIENT = range(len(_HELD))
+_INPUT, _KEPT, _STATISTICS, _DEFERRED, _PROMPT_GRADIENT, _DEFERRED_GRADIENT, *_ = range(len(_PER_STAGE))
 _GRADIENTS = {  # which gradients a task makes
     Kind.BACKWARD: (_PROMPT_GRADIENT, _DEFERRED_GRADIENT),
     Kind.INPUT_GRADIENTS: (_PROMPT_GRADIENT,),
     Kind.WEIGHT_GRADIENTS: (_DEFERRED_GRADIENT,),
+}
+_PEAKS = {  # of tasks that make gradients, if the stage already has them
+    Kind.BACKWARD: "backward_peak_bytes",
+    Kind.INPUT_GRADIENTS: "split_peak_bytes",
+    Kind.WEIGHT_GRADIENTS: "weights_peak_bytes",
 }
 _get_sizes = attrgetter(*_PER_STAGE)
 
@@ -307,7 +304,7 @@ class Walk:
         for row, (kind, stage, micro_batch) in enumerate(tasks):
             column, after = columns[stage], row + 1
             keeps_graph = kind is Kind.RECOMPUTE or (stage, micro_batch) not in recomputed
-            peak = with_gradients = _name_peak(kind, keeps_graph=keeps_graph)
+            peak = with_gradients = _PEAKS.get(kind, "forward_peak_bytes" if keeps_graph else "quiet_peak_bytes")
             if kind is Kind.FORWARD:
                 changes += [(row, column + _INPUT, stage > 0), (after, column + _KEPT, keeps_graph)]
                 # The statistics outlive a dropped graph; twice, if the recomputation needs those of all replicas.
@@ -322,7 +319,7 @@ class Walk:
                     changes.append((after, column + _DEFERRED, 1))
             made = set(_GRADIENTS.get(kind, ())) - has_gradients[stage]
             if made:
-                with_gradients = _FIRST_PEAKS[peak]
+                with_gradients = f"first_{peak}"
                 changes += [(after, column + gradient, 1) for gradient in made]
                 has_gradients[stage] |= made
             if averages and last[stage] == row:
@@ -376,12 +373,3 @@ class Walk:
             peak_bytes=fixed + max(converted + most, gradients + updated),  # no activations exist during an update
             converted_bytes=converted,
         )
-
-
-def _name_peak(kind: Kind, *, keeps_graph: bool) -> str:
-    """Return the name of a task's peak, if the stage already has its gradients."""
-    if kind is Kind.WEIGHT_GRADIENTS:
-        return "weights_peak_bytes"
-    if kind.makes_gradients:
-        return "split_peak_bytes" if kind is Kind.INPUT_GRADIENTS else "backward_peak_bytes"
-    return "forward_peak_bytes" if keeps_graph else "quiet_peak_bytes"

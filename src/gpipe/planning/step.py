@@ -12,14 +12,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
-from gpipe.pipeline.schedule import (
-    Kind,
-    Rematerialization,
-    Rematerialize,
-    StepSchedule,
-    Task,
-    sequential,
-)
+from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, sequential
 from gpipe.pipeline.schedule_choice import check_rematerialization, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
