@@ -28,16 +28,16 @@ WHEREABOUTS = {
     "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
-# These may lead to other data, or to another state to resume from.
-_SOURCES = {"data.root", "trainer.resume_from"}
-# These change how fast a training is and which files it leaves, but not the weights.
-_EFFORTS = (WHEREABOUTS - _SOURCES) | {
+# The record of one run holds for another that differs in these: they lead to no other data and no other state.
+OBSERVERS = WHEREABOUTS - {"data.root", "trainer.resume_from"}
+# One run can resume another that differs in these: they change how fast it is and which files it leaves.
+EFFORTS = OBSERVERS | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
     "pipeline.timeout_seconds", "trainer.timeline_every_steps", "trainer.num_untimed_steps", "trainer.checkpoints",
     "trainer.non_finite", "trainer.evaluation.raw",
 }  # fmt: skip
 # A run that resumes from the state of another run may differ in these: its length, its learning rate, how it is run.
-RESUMED_MAY_DIFFER = _EFFORTS | {
+RESUMED_MAY_DIFFER = EFFORTS | {
     "launch.num_replicas",  # whose micro-batches are smaller: other statistics of batch norms, other masks
     "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
     "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
@@ -181,7 +181,8 @@ def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) ->
     """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     instructions = next((name for name in _VECTORS if name in _read_processor("flags").split()), None)
-    return {"cpu": _cpu_model(), "instructions": instructions, "num_cores": num_cores or own, "gpus": list(gpus)}
+    cpu = _read_processor("model name") or platform.processor() or platform.machine()
+    return {"cpu": cpu, "instructions": instructions, "num_cores": num_cores or own, "gpus": list(gpus)}
 
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
@@ -198,23 +199,12 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether the settings of two runs, as JSON, describe the same training, wherever it runs."""
-    return without(WHEREABOUTS, one) == without(WHEREABOUTS, other)
-
-
-def is_reusable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether the record of one run also holds for the other: the same settings and place of the data."""
-    may_differ = WHEREABOUTS - _SOURCES
+def same_settings(one: Mapping[str, Any], other: Mapping[str, Any], may_differ: Collection[str] = WHEREABOUTS) -> bool:
+    """Return whether the settings of two runs, as JSON, are the same, apart from those whose keys may differ."""
     return without(may_differ, one) == without(may_differ, other)
 
 
-def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether one run can resume the other to the same weights; they may differ in speed."""
-    return without(_EFFORTS, one) == without(_EFFORTS, other)
-
-
-def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Collection[str] = _EFFORTS) -> list[str]:
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Collection[str] = EFFORTS) -> list[str]:
     """Return the settings in which two trainings differ, each as "<key> is <value> there, <value> here".
 
     Args:
@@ -342,10 +332,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _cpu_model() -> str:
-    return _read_processor("model name") or platform.processor() or platform.machine()
 
 
 def _read_processor(key: str) -> str:

@@ -22,7 +22,7 @@ from gpipe.config import ConfigError, Resume, RunConfig, read_yaml, to_plain
 from gpipe.durable_files import locked
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
-from gpipe.records import RECORD_FILE, RESUMED_MAY_DIFFER, differences, same_training
+from gpipe.records import EFFORTS, RECORD_FILE, RESUMED_MAY_DIFFER, differences, same_settings
 
 CONFIG_FILE = "config.yaml"
 _STARTS_FILE = "started_from.txt"
@@ -194,7 +194,7 @@ def is_unfinished(folder: Path, run: RunConfig) -> bool:
     """Return whether a folder has an unfinished run with the same settings."""
     if (folder / RECORD_FILE).exists() or not (folder / CONFIG_FILE).exists():
         return False
-    return same_training(read_yaml(folder / CONFIG_FILE), to_plain(run))
+    return same_settings(read_yaml(folder / CONFIG_FILE), to_plain(run), EFFORTS)
 
 
 def clear(folder: Path, run: RunConfig) -> None:

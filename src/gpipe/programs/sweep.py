@@ -38,7 +38,7 @@ from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
 from gpipe.programs.jobs import Outcome, describe_best, read_job_record, read_jobs, summarize, write_outcome
 from gpipe.programs.resume import CONFIG_FILE, clear
-from gpipe.records import RECORD_FILE, Record, command_line, is_reusable
+from gpipe.records import OBSERVERS, RECORD_FILE, Record, command_line, same_settings
 
 OVERRIDES_FILE = "overrides.txt"
 _WORST = -math.inf
@@ -268,7 +268,7 @@ def _find_record(folder: Path, run: RunConfig) -> Record | None:
     Settings are compared as the user gave them; the record has what `auto` meant on its device.
     """
     path = folder / RECORD_FILE
-    if not path.exists() or not is_reusable(read_yaml(folder / CONFIG_FILE), to_plain(run)):
+    if not path.exists() or not same_settings(read_yaml(folder / CONFIG_FILE), to_plain(run), OBSERVERS):
         return None
     return read_job_record(path)
 
