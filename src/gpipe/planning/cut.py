@@ -135,7 +135,9 @@ class Cutter:
         elif not simulates:
             return start
         bound, score = (_StepBound(profiles, seconds, setting, self.speed), step) if simulates else (spread, spread)
-        return _search(start, bound, score, _num_tries(setting), fits)
+        # A number of cuts, not a time, so that every machine finds the same one.
+        num_tries = max(4, _MOST_TASKS // (sum(map(len, setting.tasks)) * len(setting.tasks)))
+        return _search(start, bound, score, num_tries, fits)
 
     def _costs(self, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds]) -> Sequence[float]:
         """Return what each layer costs; the last one's seconds include the loss."""
@@ -306,12 +308,6 @@ def _neighbours(partitions: Sequence[int]) -> Iterator[list[int]]:
                 moved[given] -= 1
                 moved[taken] += 1
                 yield moved
-
-
-def _num_tries(setting: Setting) -> int:
-    """Return how many cuts may be scored; a number, not a time, so that every machine finds the same cut."""
-    num_tasks = sum(map(len, setting.tasks)) * len(setting.tasks)
-    return max(4, _MOST_TASKS // num_tasks)
 
 
 def _spread(partitions: Sequence[int], costs: Sequence[float], objective: CutObjective) -> _Score:

@@ -206,18 +206,15 @@ def _describe_totals(plan: Plan) -> str:
     seconds = plan.step_seconds
     evaluation = f" An evaluation needs {gib(max(plan.evaluation_bytes))}." if plan.evaluation_bytes else ""
     bubble = "" if plan.bubble is None else f"{describe_bubble(plan)}, "
+    devices = "The device" if len(plan.memory) == 1 else f"All {len(plan.memory)} devices"
+    devices += " of each replica" if plan.setting.num_replicas > 1 else ""
     return (
-        f"{_describe_parameters(plan)}. {_describe_devices(plan)}: {gib(memory)} of parameters, gradients and "
+        f"{_describe_parameters(plan)}. {devices}: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
         f"Planned step: {_format(seconds)} s, {_format(plan.batch_size / seconds)} examples/s; {bubble}the slowest "
         f"stage is {plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs "
         f"utilisation {plan.utilization:.1%}."
     )
-
-
-def _describe_devices(plan: Plan) -> str:
-    devices = "The device" if len(plan.memory) == 1 else f"All {len(plan.memory)} devices"
-    return devices if plan.setting.num_replicas == 1 else f"{devices} of each replica"
 
 
 def describe_bubble(plan: Plan) -> str:

@@ -184,7 +184,8 @@ class LayerTimer:
                 shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in payload.tensors)
                 key = structure(layer), shapes
                 if key not in self._known:
-                    given = {name: _fill(tied) for name, tied in layer.named_parameters() if tied in seen}
+                    own = layer.named_parameters()  # time does not depend on their values
+                    given = {name: torch.full_like(tied, 0.01, device="cpu") for name, tied in own if tied in seen}
                     self._known[key] = self._time_layer(layer, index, payload, given)
                 seen.update(layer.parameters())
                 timing, payload = self._known[key]
@@ -314,11 +315,6 @@ def _end_step(layer: nn.Module, norms: Sequence[MicroBatchNorm], optimizer: torc
     commit(norms)
     if optimizer is not None:
         optimizer.step()
-
-
-def _fill(parameter: nn.Parameter) -> Tensor:
-    """Return values for a parameter; time does not depend on them."""
-    return torch.full(parameter.shape, 0.01, dtype=parameter.dtype)
 
 
 def _drop_metrics(found: Any) -> Tensor:

@@ -48,9 +48,14 @@ def copy_layers(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tens
         ValueError: a layer cannot be copied.
     """
     memos = [_make_memo(layer) for layer in layers]
-    constants = _Constants()
-    with constants:
-        copies = [_copy(index, layer, memo) for index, (layer, memo) in enumerate(zip(layers, memos, strict=True))]
+    copies = []
+    with _Constants() as constants:
+        for index, (layer, memo) in enumerate(zip(layers, memos, strict=True)):
+            try:
+                copies.append(copy.deepcopy(layer, memo))
+            except Exception as error:
+                name = f"Layer {index} ({type(layer).__name__})"
+                raise layer_error(name, error, "cannot be copied", _REMEDY) from error
     return copies, constants.copies
 
 
@@ -64,14 +69,6 @@ def _make_memo(layer: nn.Module) -> dict[int, Any]:
         if isinstance(value, torch.Generator):  # its state is a tensor
             memo[id(value)] = torch.Generator()
     return memo
-
-
-def _copy(index: int, layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a layer; called within _Constants."""
-    try:
-        return copy.deepcopy(layer, memo)
-    except Exception as error:
-        raise layer_error(f"Layer {index} ({type(layer).__name__})", error, "cannot be copied", _REMEDY) from error
 
 
 def copy_payload(value: Any) -> Payload:

@@ -37,7 +37,7 @@ def choose_cuts(operations: Operations, flops: Mapping[fx.Node, int], changed: M
         later |= changed.get(nodes[cut], set())
         is_size_needed = is_size_needed or operations.needs_batch_size(nodes[cut])
         alive = operations.find_alive(cut)
-        tensors = [operations.value(node) for node in alive]
+        tensors = [operations.values[0][node] for node in alive]
         travels = all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors)
         if travels and cut not in together and (not is_size_needed or any(map(operations.has_examples, alive))):
             crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)

@@ -34,7 +34,7 @@ class Operations:
         moving: Collection[int],
     ) -> None:
         self.model, self.arguments, self.values = model, arguments, values
-        self._constants, self._moving = constants, moving
+        self.constants, self._moving = constants, moving
         self.nodes = [node for node in graph.nodes if node.op.startswith("call_")]
         (self.inputs,) = (node for node in graph.nodes if node.op == "placeholder")
         (self.output,) = (node for node in graph.nodes if node.op == "output")
@@ -44,14 +44,10 @@ class Operations:
                 last_use[used] = position
         self._last_use = last_use
 
-    def value(self, node: fx.Node) -> Any:
-        """Return the value of a node, without data."""
-        return self.values[0][node]
-
     def states(self, node: fx.Node) -> list[Hashable]:
         """Return what an operation uses that one layer must have: batch norms, and buffers that the code changes."""
         names = [str(used.target).removeprefix("model.") for used in node.all_input_nodes if used.op == "get_attr"]
-        used = [self.attribute(name)[0] for name in names if self.constant(name) is None and name != "training"]
+        used = [self.attribute(name)[0] for name in names if name not in self.constants and name != "training"]
         norms: list[Hashable] = []
         if node.op == "call_module":
             module = self.model.get_submodule(str(node.target).removeprefix("model."))
@@ -66,7 +62,7 @@ class Operations:
 
     def needs_batch_size(self, node: fx.Node) -> bool:
         """Return whether an operation needs the number of examples."""
-        constants = (self.constant(str(used.target).removeprefix("model.")) for used in node.all_input_nodes)
+        constants = (self.constants.get(str(used.target).removeprefix("model.")) for used in node.all_input_nodes)
         shapes = [constant.shape for constant in constants if constant is not None]
         return any(isinstance(leaf, OfBatch) for leaf in tree_leaves((*self.arguments[node], shapes)))
 
@@ -79,10 +75,6 @@ class Operations:
         found = (find_examples([values[node] for values in self.values]) for node in self.find_alive(begin))
         needs = any(map(self.needs_batch_size, self.nodes[begin:end]))
         return needs and all(one is None or one[1] != 1 for one in found)
-
-    def constant(self, name: str) -> Constant | Numbering | None:
-        """Return a tensor that the code made from no input."""
-        return self._constants.get(name)
 
     def attribute(self, name: str) -> tuple[Any, bool]:
         """Return a submodule, parameter or buffer of the model, and whether it is a buffer that is not saved."""

@@ -155,7 +155,7 @@ class _Copy:
     def attribute(self, node: fx.Node) -> fx.Node:
         """Return a parameter, buffer or constant, or `training`, fetched in this layer."""
         name = str(node.target).removeprefix("model.")
-        constant = self._operations.constant(name)
+        constant = self._operations.constants.get(name)
         if isinstance(constant, Numbering):
             self._made[node] = self._number_examples(constant)
             return self._made[node]
