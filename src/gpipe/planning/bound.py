@@ -17,17 +17,11 @@ _ROUNDS = 30  # of bisection; then the bound is exact to nine digits
 def bound_step(
     profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting, speed: Speed
 ) -> float:
-    """Return the lower bound.
+    """Return the lower bound; profiles and seconds are of each layer and the loss, with the largest micro-batch.
 
     A device cannot begin before a micro-batch has passed the stages before it, and after its last backward the gradient
     has to go back through them; in between it does all of its tasks. Gradients of weights may be made on that way back.
     Transfers, and recomputations that memory forces, are not counted.
-
-    Args:
-        profiles: of each layer and the loss, with the largest micro-batch.
-        seconds: likewise.
-        setting: how the model is run.
-        speed: of a device.
     """
     num_devices = setting.num_stages // setting.stages_per_device
     merged = [*seconds[:-2], LayerSeconds.add_up(seconds[-2:])]

@@ -71,12 +71,7 @@ class Cutter:
     def __call__(
         self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None = None
     ) -> list[int]:
-        """Return the number of layers of each stage.
-
-        Args:
-            profiles: of each layer and the loss.
-            setting: how the model is run.
-            evaluation: must be within the limit too.
+        """Return the number of layers of each stage; an evaluation must be within the limit too.
 
         Raises:
             NoCutFits: no cut is within the limit.

@@ -29,12 +29,7 @@ class Evaluation(NamedTuple):
     num_microbatches: int
 
     def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> int:
-        """Return the bytes that a device needs, including weights, optimiser state and averages.
-
-        Args:
-            stages: those of the device, by index, of these profiles.
-            ratios: the bytes that belong to parameters.
-        """
+        """Return the bytes that a device needs, including weights, optimiser state and averages."""
         held = state_bytes(stages.values(), ratios)
         held += sum(memory.converted_bytes for memory in stages.values())
         held += stages[0].input_bytes * self.num_microbatches if 0 in stages else 0

@@ -16,26 +16,13 @@ from gpipe.planning.memory import StageMemory, StateRatios, Walk
 
 @dataclass(frozen=True)
 class Fit:
-    """Recompute the micro-batches whose graphs do not fit a device's memory.
-
-    Attributes:
-        memory_bytes: the most that the planned peak of a device may be.
-    """
+    """Recompute the micro-batches whose graphs do not fit: a device's planned peak is at most `memory_bytes`."""
 
     memory_bytes: int
 
 
 class Order(NamedTuple):
-    """What decides the tasks of a step, apart from recomputations.
-
-    Attributes:
-        schedule: a name.
-        num_stages: K.
-        num_microbatches: M.
-        stages_per_device: of all devices.
-        synchronizes: whether replicas exchange statistics of batch norms, which takes memory.
-        averages: whether replicas average gradients.
-    """
+    """What decides the tasks of a step, apart from recomputations."""
 
     schedule: str
     num_stages: int
@@ -58,11 +45,7 @@ def fit_graphs(
 ) -> Rematerialization:
     """Return how many micro-batches' graphs each stage may keep at once, or the mode that is equivalent.
 
-    Args:
-        order: of the tasks.
-        devices: the stages of each, by index.
-        ratios: the bytes that belong to parameters.
-        memory_bytes: the most that the peak of a device may be.
+    The planned peak of each device, of which `devices` has the stages by index, is at most `memory_bytes`.
     """
     counts = [0] * order.num_stages
     for device, stages in enumerate(devices):

@@ -347,12 +347,7 @@ class Walk:
         return cls(stages, *(rows.double() for rows in (stash, activations, everything)))
 
     def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> DeviceMemory:
-        """Return the most that a device with these tasks needs.
-
-        Args:
-            stages: those of the device, by index.
-            ratios: the bytes that belong to parameters.
-        """
+        """Return the most that a device with these tasks needs."""
         # Whole numbers below 2**53 are exact.
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
         fixed = state_bytes(stages.values(), ratios)

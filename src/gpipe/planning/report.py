@@ -19,14 +19,7 @@ WIDTH = 120  # characters of a table, also when the output is a pipe
 
 
 def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None = None) -> None:
-    """Print one row per stage, or per group of equal stages, and whether the step fits or what would.
-
-    Args:
-        planner: has planned the step.
-        plan: the step.
-        name: the run's.
-        console: where to print; None: the standard output.
-    """
+    """Print one row per stage, or per group of equal stages, and whether the step fits or what would."""
     setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
@@ -64,14 +57,7 @@ def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None 
 def print_choices(
     plans: Sequence[Plan], accelerator: Accelerator, num_devices: int, console: Console | None = None
 ) -> None:
-    """Print the fastest settings, and why each of the others is slower than the first.
-
-    Args:
-        plans: the fastest first.
-        accelerator: the kind of device.
-        num_devices: the number of devices.
-        console: where to print; None: the standard output.
-    """
+    """Print the fastest settings, and why each of the others is slower than the first."""
     console = console or Console(highlight=False, width=WIDTH)
     console.print(f"The fastest ways to run it on {num_devices} x {accelerator.name}, planned:", soft_wrap=True)
     table = Table()

@@ -54,13 +54,7 @@ class Space:
     divided: int | None = None
 
     def settings(self, batch_size: int, like: Setting, room_bytes: int) -> Iterator[Setting]:
-        """Yield the settings, including those with more stages than the model has layers.
-
-        Args:
-            batch_size: N, over all replicas.
-            like: gives what the space does not vary.
-            room_bytes: the most that a device's planned peak may be.
-        """
+        """Yield the settings, including those with more stages than the model has layers; the rest is as in `like`."""
         modes: list[Rematerialization | Fit] = [Fit(room_bytes), Rematerialize.EXCEPT_LAST]
         if self.rematerialize is not None:
             modes = [self.rematerialize]

@@ -30,9 +30,6 @@ def simulate(
 class Simulation:
     """A schedule that is simulated many times: what each task waits for is looked up once.
 
-    Args:
-        schedule: the tasks of each device, in order.
-
     Raises:
         ValueError: a task waits for one that never runs.
     """
