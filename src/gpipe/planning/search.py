@@ -8,9 +8,11 @@ long as bounds allow. The result is exact if a run's cut is exact and all remain
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TypeAlias
 
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
@@ -132,17 +134,17 @@ def find_fastest(
         evaluated = _estimate(evaluation.profiler, map(evaluation.find_microbatch_size, sizes))
         estimated = replace(estimated, evaluation=replace(evaluation, profiler=evaluated))
     rough = replace(estimated, cut=replace(cut, objective="max"))
-    bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
-    planned = _plan(partial(_try_plan, rough, on_plan), sorted(bounded, key=lambda one: one.bound), count)
+    bounds = {setting: bound for setting in sizes if (bound := _find_bound(rough, setting)) is not None}
+    planned = _plan(partial(_try_plan, rough, on_plan), bounds, sorted(bounds, key=bounds.__getitem__), count)
     try_estimated = partial(_try_plan, estimated, on_plan)
-    found = _plan(try_estimated, _choose(planned, most_cuts), count)
+    found = _plan(try_estimated, bounds, _choose(planned, most_cuts), count)
     # Profiles were interpolated: a setting may turn out slower, or not fit.
     precise = replace(planner, cut=cut)
     best: dict[_Shape, Plan] = {}
-    for one in _improve(try_estimated, found, planned):
-        is_shown = len(best) < count and one.shape not in best
-        if is_shown and (plan := _try_plan(precise, on_plan, one.setting)) is not None:
-            best[one.shape] = plan
+    for setting in _improve(try_estimated, bounds, found, planned):
+        is_shown = len(best) < count and _find_shape(setting) not in best
+        if is_shown and (plan := _try_plan(precise, on_plan, setting)) is not None:
+            best[_find_shape(setting)] = plan
     return sorted(best.values(), key=lambda plan: plan.step_seconds)
 
 
@@ -153,26 +155,10 @@ def _estimate(profiler: Profiler, sizes: Iterable[int]) -> KnownProfiles:
     return found
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A setting, the seconds that its step cannot be below, and its plan."""
-
-    setting: Setting
-    bound: float
-    plan: Plan | None = None
-
-    @property
-    def shape(self) -> _Shape:
-        """R, K, stages per device, and the schedule, which does not matter if one device has all stages."""
-        setting = self.setting
-        schedule = setting.schedule if setting.num_devices > setting.num_replicas else ""
-        return setting.num_replicas, setting.num_stages, setting.stages_per_device, schedule
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the planned step."""
-        assert self.plan is not None
-        return self.plan.step_seconds
+def _find_shape(setting: Setting) -> _Shape:
+    """Return R, K, stages per device, and the schedule, which does not matter if one device has all stages."""
+    schedule = setting.schedule if setting.num_devices > setting.num_replicas else ""
+    return setting.num_replicas, setting.num_stages, setting.stages_per_device, schedule
 
 
 def _find_bound(planner: Planner, setting: Setting) -> float | None:
@@ -186,33 +172,33 @@ def _find_bound(planner: Planner, setting: Setting) -> float | None:
     return bound_step(profiles, seconds, setting, planner.speed)
 
 
-def _plan(try_plan: _TryPlan, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Plan the candidates that may be among the best; return all that were planned, the fastest first."""
-    found: list[Candidate] = []
+def _plan(
+    try_plan: _TryPlan, bounds: Mapping[Setting, float], settings: Iterable[Setting], count: int
+) -> dict[Setting, float]:
+    """Plan the settings that may be among the best; return the seconds of all that were planned, the fastest first."""
+    found: dict[Setting, float] = {}
     best: dict[_Shape, float] = {}
-    for one in candidates:
-        others = sorted(best.values())
-        if one.bound > (others[count - 1] if len(others) >= count else math.inf) or one.bound > best.get(
-            one.shape, math.inf
-        ):
+    for setting in settings:
+        shape, others = _find_shape(setting), sorted(best.values())
+        worst = others[count - 1] if len(others) >= count else math.inf
+        if bounds[setting] > min(worst, best.get(shape, math.inf)):
             continue
-        if (plan := try_plan(one.setting)) is not None:
-            found.append(replace(one, plan=plan))
-            best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
-    return sorted(found, key=lambda one: one.seconds)
+        if (plan := try_plan(setting)) is not None:
+            found[setting] = plan.step_seconds
+            best[shape] = min(best.get(shape, math.inf), plan.step_seconds)
+    return dict(sorted(found.items(), key=itemgetter(1)))
 
 
-def _improve(try_plan: _TryPlan, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
-    """Add the plans of others that may be faster than those found, as the rough cut ignores transfers."""
-    least = min((one.seconds for one in found), default=math.inf)
-    known = {one.setting for one in found}
-    for one in sorted(others, key=lambda one: one.bound):
-        if one.bound >= least:
+def _improve(
+    try_plan: _TryPlan, bounds: Mapping[Setting, float], found: dict[Setting, float], others: Iterable[Setting]
+) -> list[Setting]:
+    """Add others that may be faster than those found, as the rough cut ignores transfers; return the fastest first."""
+    for setting in sorted(others, key=bounds.__getitem__):
+        if bounds[setting] >= min(found.values(), default=math.inf):
             break
-        if one.setting not in known and (plan := try_plan(one.setting)) is not None:
-            found.append(replace(one, plan=plan))
-            least = min(least, plan.step_seconds)
-    return sorted(found, key=lambda one: one.seconds)
+        if setting not in found and (plan := try_plan(setting)) is not None:
+            found[setting] = plan.step_seconds
+    return sorted(found, key=found.__getitem__)
 
 
 def _try_plan(planner: Planner, on_plan: Callable[[], None], setting: Setting) -> Plan | None:
@@ -224,11 +210,12 @@ def _try_plan(planner: Planner, on_plan: Callable[[], None], setting: Setting) -
         return None
 
 
-def _choose(planned: Sequence[Candidate], most: int) -> list[Candidate]:
-    """Return up to `most` candidates: first the best of each shape, then the second best, and so on."""
-    ranks: dict[_Shape, int] = {}
+def _choose(planned: Iterable[Setting], most: int) -> list[Setting]:
+    """Return up to `most` settings: first the best of each shape, then the second best, and so on."""
+    ranks = Counter[_Shape]()
     rows = []
-    for place, one in enumerate(planned):
-        ranks[one.shape] = ranks.get(one.shape, -1) + 1
-        rows.append((ranks[one.shape], place))
-    return [planned[place] for _, place in sorted(rows)[:most]]
+    for place, setting in enumerate(planned):
+        shape = _find_shape(setting)
+        rows.append((ranks[shape], place, setting))
+        ranks[shape] += 1
+    return [setting for _, _, setting in sorted(rows, key=itemgetter(0, 1))[:most]]
