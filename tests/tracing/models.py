@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,21 @@ import gpipe._compat.torchvision  # noqa: F401 - before torchvision and timm
 import timm
 import torchvision
 import transformers
+from timm.models.mlp_mixer import MlpMixer
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 
 SIZE = 32
+EFFICIENT_BLOCKS = [
+    MBConvConfig(1, 3, 1, 16, 8, 1),
+    MBConvConfig(4, 3, 2, 8, 16, 2),
+    MBConvConfig(4, 5, 2, 16, 24, 2),
+]
+MOBILE_BLOCKS = [
+    InvertedResidualConfig(16, 3, 16, 16, use_se=True, activation="RE", stride=2, dilation=1, width_mult=1.0),
+    InvertedResidualConfig(16, 3, 32, 24, use_se=False, activation="RE", stride=2, dilation=1, width_mult=1.0),
+    InvertedResidualConfig(24, 5, 48, 24, use_se=True, activation="HS", stride=1, dilation=1, width_mult=1.0),
+]
 
 
 def of_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -126,14 +140,17 @@ def words(*names: str) -> Callable[[int], dict[str, Tensor]]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "ResNet": (of_torchvision("resnet18"), images),
     "ResNet, stochastic depth": (of_timm("resnet14t", drop_path_rate=0.3, drop_rate=0.2), images),
-    "DenseNet": (of_timm("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)), images),
+    "DenseNet": (of_timm("densenet121", growth_rate=8, block_config=(2, 2, 2)), images),
     "ViT": (of_timm("vit_tiny_patch16_224", img_size=SIZE, depth=3, drop_rate=0.1, attn_drop_rate=0.2), images),
-    "Swin": (of_timm("swin_tiny_patch4_window7_224", img_size=SIZE, window_size=4, embed_dim=24), images),
-    "ConvNeXt": (of_timm("convnext_atto", drop_path_rate=0.2), images),
-    "EfficientNet": (of_torchvision("efficientnet_b0"), images),
-    "MobileNet": (of_torchvision("mobilenet_v3_small"), images),
-    "MLP-Mixer": (of_timm("mixer_s32_224", img_size=SIZE), images),
-    "ShuffleNet": (of_torchvision("shufflenet_v2_x0_5"), images),
+    "Swin": (
+        of_timm("swin_tiny_patch4_window7_224", img_size=SIZE, window_size=4, embed_dim=24, depths=(2, 2, 2)),
+        images,
+    ),
+    "ConvNeXt": (of_timm("convnext_atto", drop_path_rate=0.2, depths=(1, 1, 2, 1)), images),
+    "EfficientNet": (partial(EfficientNet, EFFICIENT_BLOCKS, dropout=0.2, num_classes=5), images),
+    "MobileNet": (partial(MobileNetV3, MOBILE_BLOCKS, last_channel=32, num_classes=5), images),
+    "MLP-Mixer": (partial(MlpMixer, 5, img_size=SIZE, patch_size=8, num_blocks=3, embed_dim=16), images),
+    "ShuffleNet": (partial(torchvision.models.ShuffleNetV2, [1, 2, 1], [8, 16, 32, 64, 128], num_classes=5), images),
     "SqueezeNet": (of_torchvision("squeezenet1_1"), images),
     "two inputs": (TwoInputs, two_inputs),
     "GPT-2": (
