@@ -175,7 +175,7 @@ def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
     interleaved = ["pipeline=interleaved", "pipeline.num_stages=6", "launch=process_per_stage"]
     assert run_of(*interleaved).launch.num_processes == 3
     assert run_of(*interleaved, "pipeline.stages_per_device=3").launch.num_processes == 2
-    assert "is 4, expected a divisor of pipeline.num_stages=6:" in refusal_of(
+    assert "is 4, expected 2 or more, and a divisor of pipeline.num_stages=6:" in refusal_of(
         *interleaved, "pipeline.stages_per_device=4"
     )
     assert "launch.num_processes is 6, expected 1, or 3 for one process per 2 stages" in refusal_of(

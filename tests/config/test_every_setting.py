@@ -50,7 +50,7 @@ PROGRAMS: dict[str, tuple[Callable[[], None], Callable[[DictConfig], Any]]] = {
     "translate": (lambda: register_schema("translate_schema", TranslateConfig), to_settings),
 }
 # They declare what others share.
-ABSTRACT = {"DataConfig", "ImagesConfig", "TokensConfig", "ModelConfig", "OptimizerConfig"}
+ABSTRACT = {"Section", "DataConfig", "ImagesConfig", "TokensConfig", "ModelConfig", "OptimizerConfig"}
 # Which of them a setting takes, and why; "<dataclass>: " stands before one that others of its name do not share.
 FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (

@@ -51,14 +51,14 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected 1 or more"),
         ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process per stage"),
         ("pipeline.stages_per_device=2", "pipeline.stages_per_device is 2, expected 1 with pipeline.schedule=gpipe;"),
-        ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_device is 1, expected 2 or more"),
-        ("launch.num_threads=0", "launch.num_threads is 0, expected 1 or more, or null"),
+        ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_device is 1, expected 2 or more, and a divisor"),
+        ("launch.num_threads=0", "launch.num_threads is 0, expected a number from 1 to 4096, or null"),
         ("model.num_layers=4", "model.num_layers is 4, expected a multiple of 3"),
         ("model.dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
         ("model.family=transformer", "model.family is transformer"),
         ("data.channels=2", "data.channels is 2, expected 1 (grey) or 3 (colour)"),
         ("data.crop_scale=[0.5]", "data.crop_scale is [0.5], expected [smallest, largest]"),
-        ("data.crop_scale=[0.5,2]", "data.crop_scale is [0.5, 2.0], expected shares of the area"),
+        ("data.crop_scale=[0.5,2]", "data.crop_scale is [0.5, 2.0], expected [smallest, largest] shares of the area"),
         ("data.crop_aspect=[2,1]", "data.crop_aspect is [2.0, 1.0], expected [smallest, largest]"),
         ("data.cutout=1", "data.cutout is 1.0, expected a number from 0 to less than 1"),
         ("data.mean=[-0.1]", "data.mean is [-0.1], expected a number in [0, 1] for each of data.channels=1, or null"),
@@ -147,7 +147,7 @@ def test_no_number_of_any_settings_is_beyond_counting(overrides: list[str], valu
         with pytest.raises(
             ConfigError, match=f"^{place}{name} is {re.escape(str(value))}, expected a finite number of at m"
         ):
-            replace(run)
+            replace(section)
         setattr(section, name, before)
 
 

@@ -1,9 +1,14 @@
-"""Checks of one setting each; an error is one sentence with the name, the value, what is allowed and the remedy."""
+"""Checks of settings; an error is one sentence with the name, the value, what is allowed and the remedy.
+
+A field of a `Section` is declared with the values that it takes: `num_layers: int = at_least(1)`.
+"""
 
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, get_args
+
+from omegaconf import MISSING
 
 # Multiplied by any other number of a run, this still fits a 64-bit float or a counter.
 _LARGEST_NUMBER = 10**9
@@ -39,59 +44,74 @@ def in_one_line(value: object) -> str:
     return str(value) if str(value).splitlines() == [str(value)] else repr(value)
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    """Refuse a value below `least`."""
-    require(value >= least, name, value, f"{least:g} or more")
+def allowed(fits: Callable[[Any], object], expected: str) -> Any:
+    """Declare a setting whose values `fits` accepts, and which is null only if its type says so."""
+    return field(default=MISSING, metadata={"fits": fits, "expected": expected})
 
 
-def within(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a value outside [least, most]."""
-    require(least <= value <= most, name, value, f"a number from {least:g} to {most:g}")
+def at_least(least: int) -> Any:
+    """Declare a number of `least` or more."""
+    return allowed(lambda value: value >= least, f"{least} or more")
 
 
-def positive(name: str, value: float | None) -> None:
-    """Refuse a number that is not above 0; None (null in YAML) means off."""
-    require(value is None or value > 0, name, value, "a number above 0")
+def within(least: int, most: int, what: str = "a number") -> Any:
+    """Declare a number in [least, most]."""
+    return allowed(lambda value: least <= value <= most, f"{what} from {least} to {most}")
 
 
-def rate(name: str, value: float) -> None:
-    """Refuse a value outside [0, 1)."""
-    require(0 <= value < 1, name, value, "a number from 0 to less than 1")
+def positive() -> Any:
+    """Declare a number above 0."""
+    return allowed(lambda value: value > 0, "a number above 0")
 
 
-def optional_at_least(name: str, value: float | None, least: float) -> None:
-    """Refuse a value below `least`; None (null in YAML) means off."""
-    require(value is None or value >= least, name, value, f"{least:g} or more, or null")
+def rate() -> Any:
+    """Declare a number in [0, 1)."""
+    return allowed(lambda value: 0 <= value < 1, "a number from 0 to less than 1")
 
 
-def fixed(name: str, value: str, expected: str, group: str) -> None:
-    """Refuse any name but that of the chosen file in conf/."""
-    if value != expected:
-        raise ConfigError(
-            f"{name} is {in_one_line(value)}, but the settings beside it are those of {expected}: choose with "
-            f"{group}=..."
-        )
+def share(what: str) -> Any:
+    """Declare a number in (0, 1]."""
+    return allowed(lambda value: 0 < value <= 1, f"{what} in (0, 1]")
 
 
-def countable(settings: object) -> None:
-    """Refuse infinities, NaN and huge numbers anywhere in a dataclass of settings: JSON cannot save them."""
-    for name, value, kind in _settings_of(settings):
-        alternative = ", or null" if type(None) in get_args(kind) else ""
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, float):
-                expected = f"a finite number of at most {_LARGEST_NUMBER:.0e}{alternative}"
-                require(abs(number) <= _LARGEST_NUMBER, name, value, expected)
-            elif isinstance(number, int):
-                is_wide = _OF_64_BITS.fullmatch(name)
-                expected = f"a whole number of at most {'64 bits' if is_wide else f'{_LARGEST_NUMBER:,}'}{alternative}"
-                require(abs(number) <= (_LARGEST_OF_64_BITS if is_wide else _LARGEST_NUMBER), name, value, expected)
+def kind(name: str) -> Any:
+    """Declare the name of a kind of settings, which only another file in conf/ changes."""
+    return field(default=name, metadata={"kind": name})
 
 
-def _settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the full name, the value and the type of every field, including those of nested dataclasses."""
-    for field in fields(settings):
-        name, value = f"{place}{field.name}", getattr(settings, field.name)
-        if is_dataclass(value):
-            yield from _settings_of(value, f"{name}.")
-        else:
-            yield name, value, field.type
+@dataclass
+class Section:
+    """Settings that refuse, when they are built, what their declarations do not allow.
+
+    Attributes:
+        place: what stands before their names on a command line.
+    """
+
+    place: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for declared in fields(self):
+            name, value = f"{self.place}{declared.name}", getattr(self, declared.name)
+            is_optional = type(None) in get_args(declared.type)
+            alternative = ", or null" if is_optional else ""
+            _require_countable(name, value, alternative)
+            if "kind" in declared.metadata and value != (expected := declared.metadata["kind"]):
+                raise ConfigError(
+                    f"{name} is {in_one_line(value)}, but the settings beside it are those of {expected}: choose with "
+                    f"{self.place.rstrip('.')}=..."
+                )
+            if "fits" in declared.metadata and not (value is None and is_optional):
+                shown = repr(value) if isinstance(value, str) else value
+                require(declared.metadata["fits"](value), name, shown, f"{declared.metadata['expected']}{alternative}")
+
+
+def _require_countable(name: str, value: object, alternative: str) -> None:
+    """Refuse infinities, NaN and huge numbers: JSON cannot save them."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float):
+            expected = f"a finite number of at most {_LARGEST_NUMBER:.0e}{alternative}"
+            require(abs(number) <= _LARGEST_NUMBER, name, value, expected)
+        elif isinstance(number, int):
+            is_wide = _OF_64_BITS.fullmatch(name)
+            expected = f"a whole number of at most {'64 bits' if is_wide else f'{_LARGEST_NUMBER:,}'}{alternative}"
+            require(abs(number) <= (_LARGEST_OF_64_BITS if is_wide else _LARGEST_NUMBER), name, value, expected)

@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from omegaconf import MISSING
 
 from gpipe.config.checks import (
     MOST_PROCESSES,
     ConfigError,
+    Section,
+    allowed,
     at_least,
-    optional_at_least,
     positive,
     rate,
     require,
+    share,
     within,
 )
 
@@ -34,8 +37,16 @@ class Interpolation(Enum):
     bicubic = "bicubic"
 
 
+def _is_pair(pair: list[float]) -> bool:
+    return len(pair) == 2 and 0 < pair[0] <= pair[1]
+
+
+def _is_part(share: float) -> bool:
+    return 0 < share < 1
+
+
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """What all data sets share.
 
     Attributes:
@@ -43,6 +54,7 @@ class DataConfig:
         root: the folder that holds the data set; null is its usual place.
     """
 
+    place: ClassVar[str] = "data."
     name: str = MISSING
     root: str | None = MISSING
 
@@ -76,59 +88,39 @@ class ImagesConfig(DataConfig):
             evaluated before the test images; null holds out none.
     """
 
-    num_classes: int | None = MISSING
-    image_size: int | None = MISSING
-    channels: int = MISSING
-    crop_scale: list[float] | None = MISSING
-    crop_aspect: list[float] = MISSING
-    color_jitter: float = MISSING
+    num_classes: int | None = at_least(2)
+    image_size: int | None = within(3, _MOST_PIXELS)
+    channels: int = allowed((1, 3).__contains__, "1 (grey) or 3 (colour)")
+    crop_scale: list[float] | None = allowed(
+        lambda pair: _is_pair(pair) and pair[1] <= 1, "[smallest, largest] shares of the area, above 0 and at most 1"
+    )
+    crop_aspect: list[float] = allowed(_is_pair, "[smallest, largest] above 0")
+    color_jitter: float = within(0, 1, "a strength")
     flip: bool = MISSING
     policy: AugmentationPolicy = MISSING
-    cutout: float = MISSING
-    mixup: float | None = MISSING
-    cutmix: float | None = MISSING
-    random_erasing: float | None = MISSING
-    center_crop: float | None = MISSING
+    cutout: float = rate()
+    mixup: float | None = at_least(0)
+    cutmix: float | None = at_least(0)
+    random_erasing: float | None = within(0, 1, "a probability")
+    center_crop: float | None = share("a share of the side")
     keep_aspect: bool | None = MISSING
     interpolation: Interpolation | None = MISSING
     mean: list[float] | None = MISSING
     std: list[float] | None = MISSING
-    num_workers: int = MISSING
-    prefetch_factor: int = MISSING
-    max_broken_images: int = MISSING
-    max_images: int | None = MISSING
-    validation_images: int | None = MISSING
+    num_workers: int = within(0, MOST_PROCESSES)
+    prefetch_factor: int = at_least(1)
+    max_broken_images: int = at_least(0)
+    max_images: int | None = at_least(1)
+    validation_images: int | None = at_least(1)
 
     def __post_init__(self) -> None:
-        optional_at_least("data.num_classes", self.num_classes, 2)
-        if self.image_size is not None:
-            within("data.image_size", self.image_size, 3, _MOST_PIXELS)
-        require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
-        _pair("data.crop_aspect", self.crop_aspect)
-        if self.crop_scale is not None:
-            _pair("data.crop_scale", self.crop_scale)
-            require(self.crop_scale[1] <= 1, "data.crop_scale", self.crop_scale, "shares of the area, at most 1")
-        require(0 <= self.color_jitter <= 1, "data.color_jitter", self.color_jitter, "a strength from 0 to 1")
-        rate("data.cutout", self.cutout)
-        optional_at_least("data.mixup", self.mixup, 0)
-        optional_at_least("data.cutmix", self.cutmix, 0)
-        erasing = self.random_erasing
-        require(
-            erasing is None or 0 <= erasing <= 1, "data.random_erasing", erasing, "a probability from 0 to 1, or null"
-        )
-        share = self.center_crop
-        require(share is None or 0 < share <= 1, "data.center_crop", share, "a share of the side in (0, 1], or null")
+        super().__post_init__()
         for name, values, span in (("mean", self.mean, "[0, 1]"), ("std", self.std, "(0, 1]")):
             inside = all(0 <= value <= 1 and (value > 0 or name == "mean") for value in values or ())
             fits = values is None or (inside and len(values) == self.channels)
             require(
                 fits, f"data.{name}", values, f"a number in {span} for each of data.channels={self.channels}, or null"
             )
-        within("data.num_workers", self.num_workers, 0, MOST_PROCESSES)
-        at_least("data.prefetch_factor", self.prefetch_factor, 1)
-        at_least("data.max_broken_images", self.max_broken_images, 0)
-        optional_at_least("data.max_images", self.max_images, 1)
-        optional_at_least("data.validation_images", self.validation_images, 1)
 
     @property
     def mixes(self) -> bool:
@@ -145,13 +137,7 @@ class OwnImagesConfig(ImagesConfig):
             requires such a set.
     """
 
-    validation_share: float | None = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        share = self.validation_share
-        fits = share is None or 0 < share < 1
-        require(fits, "data.validation_share", share, "a share between 0 and 1, or null")
+    validation_share: float | None = allowed(_is_part, "a share between 0 and 1")
 
 
 @dataclass
@@ -181,12 +167,8 @@ class TokensConfig(DataConfig):
         sequence_length: the number of tokens that the model reads.
     """
 
-    vocabulary_size: int | None = MISSING
-    sequence_length: int = MISSING
-
-    def __post_init__(self) -> None:
-        optional_at_least("data.vocabulary_size", self.vocabulary_size, 2)
-        at_least("data.sequence_length", self.sequence_length, 1)
+    vocabulary_size: int | None = at_least(2)
+    sequence_length: int = at_least(1)
 
 
 @dataclass
@@ -198,14 +180,9 @@ class RandomTokensConfig(TokensConfig):
         num_test: the number of test sequences.
     """
 
-    vocabulary_size: int = MISSING
-    num_train: int = MISSING
-    num_test: int = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_train", "num_test"):
-            at_least(f"data.{name}", getattr(self, name), 1)
+    vocabulary_size: int = at_least(2)
+    num_train: int = at_least(1)
+    num_test: int = at_least(1)
 
 
 @dataclass
@@ -220,12 +197,7 @@ class TextFolderConfig(TokensConfig):
     """
 
     tokenizer: str | None = MISSING
-    validation_share: float | None = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        share = self.validation_share
-        require(share is None or 0 < share < 1, "data.validation_share", share, "a share between 0 and 1, or null")
+    validation_share: float | None = allowed(_is_part, "a share between 0 and 1")
 
 
 @dataclass
@@ -243,21 +215,10 @@ class TranslationDataConfig(DataConfig):
             token_cache in data.root.
     """
 
-    languages: list[str] | None = MISSING
+    languages: list[str] | None = allowed(len, "codes of languages")
     tokenizer: str | None = MISSING
-    vocabulary_size: int = MISSING
-    temperature: float = MISSING
-    max_tokens: int = MISSING
-    max_pairs: int | None = MISSING
+    vocabulary_size: int = at_least(5)  # four are special
+    temperature: float = positive()
+    max_tokens: int = at_least(2)
+    max_pairs: int | None = at_least(1)
     cache: str | None = MISSING
-
-    def __post_init__(self) -> None:
-        require(self.languages != [], "data.languages", self.languages, "codes of languages, or null for all")
-        at_least("data.vocabulary_size", self.vocabulary_size, 5)  # four are special
-        positive("data.temperature", self.temperature)
-        at_least("data.max_tokens", self.max_tokens, 2)
-        optional_at_least("data.max_pairs", self.max_pairs, 1)
-
-
-def _pair(name: str, pair: list[float]) -> None:
-    require(len(pair) == 2 and 0 < pair[0] <= pair[-1], name, pair, "[smallest, largest] above 0")

@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import ConfigError, at_least, fixed, positive, rate, require
+from gpipe.config.checks import ConfigError, Section, allowed, at_least, kind, positive, rate, require, share
 
 
 class Variant(Enum):
@@ -29,9 +29,10 @@ class TiedTables(Enum):
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """What all families share."""
 
+    place: ClassVar[str] = "model."
     family: str = MISSING
 
 
@@ -46,33 +47,21 @@ class AmoebaNetConfig(ModelConfig):
         min_microbatch_size: refuse a run in which batch norm sees fewer images at once.
     """
 
-    family: str = "amoebanet"
+    family: str = kind("amoebanet")
     variant: Variant = MISSING
-    num_layers: int = MISSING
-    num_filters: int = MISSING
+    num_layers: int = allowed(lambda n: n >= 3 and n % 3 == 0, "a multiple of 3, for three equal groups of cells")
+    num_filters: int = at_least(8)
     auxiliary_head: bool = MISSING
-    auxiliary_weight: float = MISSING
-    dropout: float = MISSING
-    drop_path: float = MISSING
-    batch_norm_momentum: float = MISSING
-    batch_norm_epsilon: float = MISSING
-    min_microbatch_size: int = MISSING
-
-    def __post_init__(self) -> None:
-        fixed("model.family", self.family, "amoebanet", "model")
-        groups = self.num_layers >= 3 and self.num_layers % 3 == 0
-        require(groups, "model.num_layers", self.num_layers, "a multiple of 3, for three equal groups of cells")
-        at_least("model.num_filters", self.num_filters, 8)
-        at_least("model.auxiliary_weight", self.auxiliary_weight, 0)
-        rate("model.dropout", self.dropout)
-        rate("model.drop_path", self.drop_path)
-        momentum = self.batch_norm_momentum
-        require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
-        positive("model.batch_norm_epsilon", self.batch_norm_epsilon)
-        at_least("model.min_microbatch_size", self.min_microbatch_size, 1)
+    auxiliary_weight: float = at_least(0)
+    dropout: float = rate()
+    drop_path: float = rate()
+    batch_norm_momentum: float = share("the weight of a new mini-batch")
+    batch_norm_epsilon: float = positive()
+    min_microbatch_size: int = at_least(1)
 
 
 _TIMM_NAME = re.compile(r"[a-z0-9_]{1,100}(\.[a-z0-9_]{1,100})?")
+_TRANSFORMERS_NAME = re.compile(r"[a-z0-9_-]{1,100}")
 # Other settings determine these, or they name files to read or code to run.
 _NOT_ARGUMENTS = (
     "cache_dir", "checkpoint_path", "exportable", "img_size", "in_chans", "model_name", "no_jit", "num_classes",
@@ -95,15 +84,13 @@ class TimmConfig(ModelConfig):
         arguments: further arguments of timm's for this model, such as {drop_path_rate: 0.1}.
     """
 
-    family: str = "timm"
-    name: str = MISSING
+    family: str = kind("timm")
+    name: str = allowed(_TIMM_NAME.fullmatch, "a name that timm.list_models() has, such as resnet50")
     pretrained: bool = MISSING
     arguments: dict[str, Any] = MISSING
 
     def __post_init__(self) -> None:
-        fixed("model.family", self.family, "timm", "model")
-        is_name = _TIMM_NAME.fullmatch(self.name) is not None
-        require(is_name, "model.name", repr(self.name), "a name that timm.list_models() has, such as resnet50")
+        super().__post_init__()
         _check_arguments(self.arguments, _NOT_ARGUMENTS, "data, model.pretrained and init_from")
 
 
@@ -116,14 +103,12 @@ class TransformersConfig(ModelConfig):
         arguments: of that configuration, such as {n_layer: 12}.
     """
 
-    family: str = "transformers"
-    name: str = MISSING
+    family: str = kind("transformers")
+    name: str = allowed(_TRANSFORMERS_NAME.fullmatch, "the type of a language model of transformers, such as gpt2")
     arguments: dict[str, Any] = MISSING
 
     def __post_init__(self) -> None:
-        fixed("model.family", self.family, "transformers", "model")
-        is_name = re.fullmatch(r"[a-z0-9_-]{1,100}", self.name) is not None
-        require(is_name, "model.name", repr(self.name), "the type of a language model of transformers, such as gpt2")
+        super().__post_init__()
         _check_arguments(self.arguments, _NOT_OF_TRANSFORMERS, "data and init_from")
 
 
@@ -150,21 +135,17 @@ class TransformerLMConfig(ModelConfig):
         dropout: of embeddings and of the output of each half of a layer.
     """
 
-    family: str = "transformer_lm"
-    num_layers: int = MISSING
+    family: str = kind("transformer_lm")
+    num_layers: int = at_least(1)
     model_size: int = MISSING
-    feedforward_size: int = MISSING
-    num_heads: int = MISSING
-    dropout: float = MISSING
+    feedforward_size: int = at_least(1)
+    num_heads: int = at_least(1)
+    dropout: float = rate()
 
     def __post_init__(self) -> None:
-        fixed("model.family", self.family, "transformer_lm", "model")
-        at_least("model.num_layers", self.num_layers, 1)
-        at_least("model.feedforward_size", self.feedforward_size, 1)
-        at_least("model.num_heads", self.num_heads, 1)
+        super().__post_init__()
         fits = self.model_size >= 2 and self.model_size % 2 == 0 and self.model_size % self.num_heads == 0
         require(fits, "model.model_size", self.model_size, f"an even multiple of model.num_heads={self.num_heads}")
-        rate("model.dropout", self.dropout)
 
 
 @dataclass
@@ -181,28 +162,19 @@ class TranslationModelConfig(ModelConfig):
         soft_limit: approach the limit by tanh instead of cutting off there.
     """
 
-    family: str = "translation_transformer"
-    num_layers: int = MISSING
-    feedforward_size: int = MISSING
-    num_heads: int = MISSING
-    model_size: int = MISSING
-    head_size: int = MISSING
-    dropout: float = MISSING
+    family: str = kind("translation_transformer")
+    num_layers: int = at_least(1)
+    feedforward_size: int = at_least(1)
+    num_heads: int = at_least(1)
+    model_size: int = allowed(lambda n: n >= 2 and n % 2 == 0, "an even number, so that every sine has a cosine")
+    head_size: int = at_least(1)
+    dropout: float = rate()
     tied: TiedTables = MISSING
     scale_feedforward: bool = MISSING
-    logit_limit: float | None = MISSING
+    logit_limit: float | None = positive()
     soft_limit: bool = MISSING
 
     def __post_init__(self) -> None:
-        fixed("model.family", self.family, "translation_transformer", "model")
-        at_least("model.num_layers", self.num_layers, 1)
-        at_least("model.feedforward_size", self.feedforward_size, 1)
-        at_least("model.num_heads", self.num_heads, 1)
-        fits = self.model_size >= 2 and self.model_size % 2 == 0
-        require(fits, "model.model_size", self.model_size, "an even number, so that every sine has a cosine")
-        at_least("model.head_size", self.head_size, 1)
-        rate("model.dropout", self.dropout)
-        limit = self.logit_limit
-        require(limit is None or limit > 0, "model.logit_limit", limit, "a number above 0, or null")
-        has_limit = limit is not None or not self.soft_limit
+        super().__post_init__()
+        has_limit = self.logit_limit is not None or not self.soft_limit
         require(has_limit, "model.soft_limit", self.soft_limit, "false where model.logit_limit is null")

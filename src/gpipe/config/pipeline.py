@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, require, within
+from gpipe.config.checks import MOST_PROCESSES, Section, at_least, require, within
 
 
 class RematerializeChoice(Enum):
@@ -68,7 +69,7 @@ class Device(Enum):
 
 
 @dataclass
-class PipelineConfig:
+class PipelineConfig(Section):
     """K stages, M micro-batches, and how the layers are cut into partitions.
 
     Attributes:
@@ -89,26 +90,24 @@ class PipelineConfig:
             pass; it checks nothing if nothing is recomputed.
     """
 
-    num_stages: int = MISSING
-    num_microbatches: int = MISSING
+    place: ClassVar[str] = "pipeline."
+    num_stages: int = within(1, MOST_PROCESSES)
+    num_microbatches: int = at_least(1)
     schedule: PipelineSchedule = MISSING
     stages_per_device: int = MISSING
     rematerialize: RematerializeChoice = MISSING
     partition_by: PartitionBy = MISSING
     objective: Objective = MISSING
-    memory_limit_bytes: int | None = MISSING
+    memory_limit_bytes: int | None = at_least(1)
     partitions: list[int] | None = MISSING
-    timeout_seconds: float = MISSING
+    timeout_seconds: float = at_least(1)
     synchronize_batch_norm: bool = MISSING
     check_recomputation: bool | None = MISSING
 
     def __post_init__(self) -> None:
         """Check each value; the planner checks that K fits the layers."""
-        within("pipeline.num_stages", self.num_stages, 1, MOST_PROCESSES)
-        at_least("pipeline.num_microbatches", self.num_microbatches, 1)
+        super().__post_init__()
         self._check_stages_per_device()
-        at_least("pipeline.timeout_seconds", self.timeout_seconds, 1)
-        optional_at_least("pipeline.memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.partitions is not None:
             fits = len(self.partitions) == self.num_stages and min(self.partitions, default=0) >= 1
             expected = f"{self.num_stages} (pipeline.num_stages) numbers of layers, each 1 or more"
@@ -117,9 +116,8 @@ class PipelineConfig:
     def _check_stages_per_device(self) -> None:
         setting, number = "pipeline.stages_per_device", self.stages_per_device
         if self.schedule is PipelineSchedule["interleaved_1f1b"]:
-            at_least(setting, number, 2)
-            divides = self.num_stages % number == 0
-            require(divides, setting, number, f"a divisor of pipeline.num_stages={self.num_stages}")
+            fits = number >= 2 and self.num_stages % number == 0
+            require(fits, setting, number, f"2 or more, and a divisor of pipeline.num_stages={self.num_stages}")
         elif self.schedule is PipelineSchedule["zb_v"]:
             fits = number == 2 and self.num_stages % 2 == 0
             require(fits, setting, number, f"2, and an even pipeline.num_stages={self.num_stages}, with zb_v")
@@ -129,7 +127,7 @@ class PipelineConfig:
 
 
 @dataclass
-class LaunchConfig:
+class LaunchConfig(Section):
     """The processes of a run: one for all stages, or one per stage and replica.
 
     Attributes:
@@ -146,22 +144,14 @@ class LaunchConfig:
         debug: print the whole traceback of an error instead of one message.
     """
 
-    num_processes: int = MISSING
-    num_replicas: int = MISSING
-    num_threads: int | None = MISSING
+    place: ClassVar[str] = "launch."
+    num_processes: int = within(1, MOST_PROCESSES)
+    num_replicas: int = within(1, MOST_PROCESSES)
+    num_threads: int | None = within(1, MOST_PROCESSES)
     pin_cores: bool = MISSING
     device: Device = MISSING
-    max_restarts: int = MISSING
+    max_restarts: int = at_least(0)
     shard_optimizer: bool = MISSING
     device_threads: bool | None = MISSING
-    gpus_per_node: int | None = MISSING
+    gpus_per_node: int | None = within(1, MOST_PROCESSES)
     debug: bool = False
-
-    def __post_init__(self) -> None:
-        within("launch.num_processes", self.num_processes, 1, MOST_PROCESSES)
-        within("launch.num_replicas", self.num_replicas, 1, MOST_PROCESSES)
-        optional_at_least("launch.num_threads", self.num_threads, 1)
-        within("launch.num_threads", self.num_threads or 1, 1, MOST_PROCESSES)
-        at_least("launch.max_restarts", self.max_restarts, 0)
-        within("launch.gpus_per_node", self.gpus_per_node or 1, 1, MOST_PROCESSES)
-        optional_at_least("launch.gpus_per_node", self.gpus_per_node, 1)

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import ConfigError, optional_at_least, positive, require
+from gpipe.config.checks import ConfigError, at_least, positive, share
 from gpipe.config.run import RunConfig
 
 
@@ -29,19 +29,15 @@ class PlanConfig(RunConfig):
     """
 
     device: str = MISSING
-    memory_gib: float | None = MISSING
-    link_gb_per_second: float | None = MISSING
-    efficiency: float = MISSING
+    memory_gib: float | None = positive()
+    link_gb_per_second: float | None = positive()
+    efficiency: float = share("a share")
     find: Find | None = MISSING
-    num_devices: int | None = MISSING
+    num_devices: int | None = at_least(1)
     calibrate: bool = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("memory_gib", self.memory_gib)
-        positive("link_gb_per_second", self.link_gb_per_second)
-        require(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a share in (0, 1]")
-        optional_at_least("num_devices", self.num_devices, 1)
         if self.calibrate and self.device != "auto":
             raise ConfigError(
                 f"calibrate is true, but device is {self.device}: measure on a machine that has one, with device=auto."

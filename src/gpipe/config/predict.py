@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import ConfigError, at_least, countable
+from gpipe.config.checks import ConfigError, Section, at_least
 from gpipe.config.pipeline import Device
 
 LITERAL = ("checkpoint", "images", "output", "grid")
@@ -12,7 +12,7 @@ LITERAL = ("checkpoint", "images", "output", "grid")
 
 
 @dataclass
-class PredictConfig:
+class PredictConfig(Section):
     """A checkpoint and images.
 
     Attributes:
@@ -29,15 +29,13 @@ class PredictConfig:
     images: str | None = MISSING
     output: str | None = MISSING
     grid: str | None = MISSING
-    top: int = MISSING
-    batch_size: int = MISSING
+    top: int = at_least(1)
+    batch_size: int = at_least(1)
     device: Device = MISSING
     debug: bool = MISSING
 
     def __post_init__(self) -> None:
-        countable(self)
+        super().__post_init__()
         for name, what in (("checkpoint", "a run's folder"), ("images", "an image, or a folder of images")):
             if getattr(self, name) is None:
                 raise ConfigError(f"{name} is null, expected {what}: set {name}=<{what}>.")
-        at_least("top", self.top, 1)
-        at_least("batch_size", self.batch_size, 1)

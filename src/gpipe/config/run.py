@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
-from gpipe.config.checks import ConfigError, add_remedy, at_least, countable, require, why
+from gpipe.config.checks import ConfigError, Section, add_remedy, allowed, at_least, require, why
 from gpipe.config.data import (
     DataConfig,
     ImagesConfig,
@@ -60,7 +60,7 @@ TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Section):
     """All settings of a run.
 
     Attributes:
@@ -74,8 +74,11 @@ class RunConfig:
         reproduction: the folder in reproductions/ to which a sweep adds its records; null adds them to none.
     """
 
-    name: str = MISSING
-    seed: int = MISSING
+    name: str = allowed(
+        re.compile(r"[A-Za-z0-9][\w.-]{0,99}").fullmatch,
+        "at most 100 letters, digits, and _ . - between them: it becomes a folder's name",
+    )
+    seed: int = at_least(0)
     init_from: str | None = MISSING
     evaluate: str | None = MISSING
     reproduction: str | None = MISSING
@@ -91,15 +94,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be saved, and settings that do not fit each other."""
-        countable(self)
-        plain = re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", self.name) is not None
-        require(
-            plain,
-            "name",
-            repr(self.name),
-            "at most 100 letters, digits, and _ . - between them: it becomes a folder's name",
-        )
-        at_least("seed", self.seed, 0)
+        super().__post_init__()
         kind, such_as = _SEES.get(type(self.model), (DataConfig, ""))
         if not isinstance(self.data, kind):
             raise ConfigError(

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, fixed, optional_at_least, positive, rate, require
+from gpipe.config.checks import Section, at_least, kind, positive, rate, require, share
 
 
 class Decay(Enum):
@@ -47,7 +48,7 @@ class TrackingMode(Enum):
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """What all optimisers share.
 
     Attributes:
@@ -57,63 +58,40 @@ class OptimizerConfig:
         clip_norm: the largest norm of the gradients of all stages together; null does not clip.
     """
 
+    place: ClassVar[str] = "optimizer."
     name: str = MISSING
-    learning_rate: float = MISSING
+    learning_rate: float = positive()
     times_batch_size: bool = MISSING
-    weight_decay: float = MISSING
-    clip_norm: float | None = MISSING
-
-    def __post_init__(self) -> None:
-        positive("optimizer.learning_rate", self.learning_rate)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-        positive("optimizer.clip_norm", self.clip_norm)
+    weight_decay: float = at_least(0)
+    clip_norm: float | None = positive()
 
 
 @dataclass
 class RMSPropConfig(OptimizerConfig):
     """RMSProp as TensorFlow has it: epsilon inside the root."""
 
-    name: str = "rmsprop"
-    decay: float = MISSING
-    momentum: float = MISSING
-    epsilon: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fixed("optimizer.name", self.name, "rmsprop", "optimizer")
-        rate("optimizer.decay", self.decay)
-        rate("optimizer.momentum", self.momentum)
-        positive("optimizer.epsilon", self.epsilon)
+    name: str = kind("rmsprop")
+    decay: float = rate()
+    momentum: float = rate()
+    epsilon: float = positive()
 
 
 @dataclass
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with Nesterov momentum."""
 
-    name: str = "sgd"
-    momentum: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fixed("optimizer.name", self.name, "sgd", "optimizer")
-        rate("optimizer.momentum", self.momentum)
+    name: str = kind("sgd")
+    momentum: float = rate()
 
 
 @dataclass
 class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay."""
 
-    name: str = "adamw"
-    beta1: float = MISSING
-    beta2: float = MISSING
-    epsilon: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fixed("optimizer.name", self.name, "adamw", "optimizer")
-        rate("optimizer.beta1", self.beta1)
-        rate("optimizer.beta2", self.beta2)
-        positive("optimizer.epsilon", self.epsilon)
+    name: str = kind("adamw")
+    beta1: float = rate()
+    beta2: float = rate()
+    epsilon: float = positive()
 
 
 @dataclass
@@ -126,21 +104,14 @@ class AdafactorConfig(OptimizerConfig):
         clip_threshold: the largest root mean square of an update.
     """
 
-    name: str = "adafactor"
-    decay: float = MISSING
-    epsilon: float = MISSING
-    clip_threshold: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fixed("optimizer.name", self.name, "adafactor", "optimizer")
-        require(0 < self.decay <= 1, "optimizer.decay", self.decay, "an exponent in (0, 1]")
-        positive("optimizer.epsilon", self.epsilon)
-        positive("optimizer.clip_threshold", self.clip_threshold)
+    name: str = kind("adafactor")
+    decay: float = share("an exponent")
+    epsilon: float = positive()
+    clip_threshold: float = positive()
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """The learning rate over time: a linear warm-up, then a curve.
 
     Attributes:
@@ -151,26 +122,24 @@ class ScheduleConfig:
         decay_epochs: the length of a stair.
     """
 
+    place: ClassVar[str] = "schedule."
     name: Decay = MISSING
-    warm_up_epochs: float = MISSING
-    warm_up_steps: int | None = MISSING
-    decay_rate: float = MISSING
-    decay_epochs: float = MISSING
+    warm_up_epochs: float = at_least(0)
+    warm_up_steps: int | None = at_least(0)
+    decay_rate: float = share("a factor")
+    decay_epochs: float = positive()
 
     def __post_init__(self) -> None:
-        at_least("schedule.warm_up_epochs", self.warm_up_epochs, 0)
-        optional_at_least("schedule.warm_up_steps", self.warm_up_steps, 0)
+        super().__post_init__()
         one = self.warm_up_steps is None or self.warm_up_epochs == 0
         require(one, "schedule.warm_up_epochs", self.warm_up_epochs, "0 where schedule.warm_up_steps is set")
         rises = self.name is not Decay.inverse_square_root or self.warm_up_epochs > 0 or (self.warm_up_steps or 0) > 0
         expected = "1 or more, or schedule.warm_up_epochs above 0, with schedule.name=inverse_square_root"
         require(rises, "schedule.warm_up_steps", self.warm_up_steps, expected)
-        require(0 < self.decay_rate <= 1, "schedule.decay_rate", self.decay_rate, "a factor in (0, 1]")
-        positive("schedule.decay_epochs", self.decay_epochs)
 
 
 @dataclass
-class EmaConfig:
+class EmaConfig(Section):
     """The moving average of weights and statistics, which is evaluated in their place.
 
     Attributes:
@@ -178,18 +147,16 @@ class EmaConfig:
         warm_up: average over fewer steps at first, for short runs.
     """
 
-    decay: float | None = MISSING
+    place: ClassVar[str] = "ema."
+    decay: float | None = rate()
     warm_up: bool = MISSING
-
-    def __post_init__(self) -> None:
-        if self.decay is not None:
-            rate("ema.decay", self.decay)
 
 
 @dataclass
-class TrackingConfig:
+class TrackingConfig(Section):
     """Where Weights & Biases keeps the run."""
 
+    place: ClassVar[str] = "tracking."
     mode: TrackingMode = MISSING
     project: str = MISSING
 
@@ -209,7 +176,7 @@ class NonFiniteAction(Enum):
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """When and how the model is evaluated.
 
     Attributes:
@@ -227,23 +194,19 @@ class EvaluationConfig:
         autocast: the precision of the forward pass.
     """
 
-    batch_size: int = MISSING
-    every_epochs: int | None = MISSING
-    every_steps: int | None = MISSING
-    max_batches: int | None = MISSING
-    statistics_batches: int | None = MISSING
-    patience: int | None = MISSING
+    place: ClassVar[str] = "trainer.evaluation."
+    batch_size: int = at_least(1)
+    every_epochs: int | None = at_least(1)
+    every_steps: int | None = at_least(1)
+    max_batches: int | None = at_least(1)
+    statistics_batches: int | None = at_least(1)
+    patience: int | None = at_least(1)
     raw: bool | None = MISSING
     autocast: Autocast = MISSING
 
-    def __post_init__(self) -> None:
-        at_least("trainer.evaluation.batch_size", self.batch_size, 1)
-        for name in ("every_epochs", "every_steps", "max_batches", "statistics_batches", "patience"):
-            optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
-
 
 @dataclass
-class CheckpointsConfig:
+class CheckpointsConfig(Section):
     """When checkpoints are saved, and how many are kept.
 
     Attributes:
@@ -253,20 +216,20 @@ class CheckpointsConfig:
             none, but still resumes from an existing one.
     """
 
-    every_steps: int | None = MISSING
-    keep: int | None = MISSING
+    place: ClassVar[str] = "trainer.checkpoints."
+    every_steps: int | None = at_least(1)
+    keep: int | None = at_least(1)
 
     def __post_init__(self) -> None:
         """Check each value, and that nothing is saved where nothing is kept."""
-        for name in ("every_steps", "keep"):
-            optional_at_least(f"trainer.checkpoints.{name}", getattr(self, name), 1)
+        super().__post_init__()
         can_save = self.keep is not None or self.every_steps is None
         expected = "null where trainer.checkpoints.keep is null"
         require(can_save, "trainer.checkpoints.every_steps", self.every_steps, expected)
 
 
 @dataclass
-class NonFiniteConfig:
+class NonFiniteConfig(Section):
     """What happens after a loss or gradient norm that is not finite.
 
     Attributes:
@@ -274,15 +237,13 @@ class NonFiniteConfig:
         max_skipped_steps: the number of mini-batches that may be skipped before the run stops.
     """
 
+    place: ClassVar[str] = "trainer.non_finite."
     action: NonFiniteAction = MISSING
-    max_skipped_steps: int = MISSING
-
-    def __post_init__(self) -> None:
-        at_least("trainer.non_finite.max_skipped_steps", self.max_skipped_steps, 0)
+    max_skipped_steps: int = at_least(0)
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Section):
     """The length of training, its precision, and what it saves.
 
     Attributes:
@@ -311,21 +272,22 @@ class TrainerConfig:
         dry_run: print the plan and stop.
     """
 
-    num_epochs: int = MISSING
-    max_steps: int | None = MISSING
-    batch_size: int = MISSING
-    label_smoothing: float = MISSING
-    num_untimed_steps: int = MISSING
-    timeline_every_steps: int | None = MISSING
-    overfit_batches: int | None = MISSING
-    profile_step: int | None = MISSING
+    place: ClassVar[str] = "trainer."
+    num_epochs: int = at_least(1)
+    max_steps: int | None = at_least(1)
+    batch_size: int = at_least(1)
+    label_smoothing: float = rate()
+    num_untimed_steps: int = at_least(0)
+    timeline_every_steps: int | None = at_least(1)
+    overfit_batches: int | None = at_least(1)
+    profile_step: int | None = at_least(0)
     autocast: Autocast = MISSING
     channels_last: bool | None = MISSING
     compile: bool = MISSING
     cuda_graphs: bool | None = MISSING
     deterministic: bool | None = MISSING
     float32_matmul_precision: MatmulPrecision | None = MISSING
-    max_hours: float | None = MISSING
+    max_hours: float | None = positive()
     evaluation: EvaluationConfig = MISSING
     checkpoints: CheckpointsConfig = MISSING
     non_finite: NonFiniteConfig = MISSING
@@ -334,14 +296,6 @@ class TrainerConfig:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "batch_size"):
-            at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("max_steps", "timeline_every_steps", "overfit_batches"):
-            optional_at_least(f"trainer.{name}", getattr(self, name), 1)
-        optional_at_least("trainer.profile_step", self.profile_step, 0)
-        at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
-        positive("trainer.max_hours", self.max_hours)
-        require(
-            not (self.cuda_graphs and self.compile), "trainer.cuda_graphs", "true", "false with trainer.compile=true"
-        )
-        rate("trainer.label_smoothing", self.label_smoothing)
+        super().__post_init__()
+        is_one = not (self.cuda_graphs and self.compile)
+        require(is_one, "trainer.cuda_graphs", "true", "false with trainer.compile=true")

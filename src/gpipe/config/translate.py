@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import ConfigError, at_least, countable, require, within
+from gpipe.config.checks import ConfigError, Section, allowed, at_least, require, within
 from gpipe.config.pipeline import Device
 
 LITERAL = ("checkpoint", "text", "file", "output")
@@ -12,7 +12,7 @@ LITERAL = ("checkpoint", "text", "file", "output")
 
 
 @dataclass
-class TranslateConfig:
+class TranslateConfig(Section):
     """A checkpoint, a text, and a beam search.
 
     Attributes:
@@ -30,20 +30,20 @@ class TranslateConfig:
     """
 
     checkpoint: str | None = MISSING
-    text: str | None = MISSING
+    text: str | None = allowed(str.strip, "a sentence")
     file: str | None = MISSING
     output: str | None = MISSING
-    beam: int = MISSING
-    length_penalty: float = MISSING
-    max_length: int = MISSING
-    max_length_a: float = MISSING
-    max_length_b: int = MISSING
+    beam: int = at_least(1)
+    length_penalty: float = within(0, 10)  # a power, which a float must hold
+    max_length: int = at_least(2)
+    max_length_a: float = at_least(0)
+    max_length_b: int = at_least(1)
     batch_size: int = MISSING
     device: Device = MISSING
     debug: bool = MISSING
 
     def __post_init__(self) -> None:
-        countable(self)
+        super().__post_init__()
         if self.checkpoint is None:
             raise ConfigError(
                 "checkpoint is null, expected the run that trained the model: set checkpoint=<a run's folder>."
@@ -51,10 +51,5 @@ class TranslateConfig:
         if (self.text is None) == (self.file is None):
             found = "neither text nor file is" if self.text is None else "both text and file are"
             raise ConfigError(f"{found} set, expected one of them: set text=<a sentence> or file=<a text file>.")
-        require(self.text is None or self.text.strip() != "", "text", repr(self.text), "a sentence")
-        at_least("beam", self.beam, 1)
-        within("length_penalty", self.length_penalty, 0, 10)  # a power, which a float must hold
-        at_least("max_length", self.max_length, 2)
-        at_least("max_length_a", self.max_length_a, 0)
-        at_least("max_length_b", self.max_length_b, 1)
-        at_least("batch_size", self.batch_size, self.max_length)
+        enough = self.batch_size >= self.max_length
+        require(enough, "batch_size", self.batch_size, f"max_length={self.max_length} or more")

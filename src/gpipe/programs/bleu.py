@@ -27,14 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gpipe.config import ConfigError, Device, to_plain
-from gpipe.config.checks import within
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.decoding.scores import average_groups, score_corpus, signatures
 from gpipe.launch.errors import report_errors
 from gpipe.programs.trained import TrainedModel, open_trained
-from gpipe.programs.translate import find_device, most_beams, translate_lines
+from gpipe.programs.translate import find_device, require_beams, translate_lines
 from gpipe.records import Record, append_record, make_record, without_places
 
 EXPERIMENT = "bleu"
@@ -114,7 +113,7 @@ def _format_scores(row: Mapping[str, Any]) -> list[str]:
 
 def score_model(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Translate and score the sentences that the options select; return the record's results."""
-    within("--beam", options.beam, 1, most_beams(model))
+    require_beams("--beam", options.beam, model)
     data, asked = model.data, options.languages
     settings: dict[str, Any] = {"tokenizer": model.tokenizer, "max_tokens": data.max_tokens, "cache": data.cache}
     corpus_of = partial(open_corpus, data.name, root=data.root, **settings)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from gpipe.config.checks import at_least
+from gpipe.config.checks import require
 from gpipe.data import CORPORA, Tokenizer
 from gpipe.launch.errors import report_errors
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with report_errors():
         folder = CORPORA["parallel_text"].find_root("parallel_text", options.folder)
-        at_least("--vocabulary-size", options.vocabulary_size, 1)
-        at_least("--max-lines", options.max_lines, 1)
+        require(options.vocabulary_size >= 1, "--vocabulary-size", options.vocabulary_size, "1 or more")
+        require(options.max_lines >= 1, "--max-lines", options.max_lines, "1 or more")
         found = lines(folder, options.max_lines)
         tokenizer = Tokenizer.train(found, options.vocabulary_size, folder / "tokenizer.model")
     print(f"{tokenizer.path}: {tokenizer.vocabulary_size:,} tokens, SHA-256 {tokenizer.sha256}")

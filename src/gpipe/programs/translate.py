@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gpipe.config import ConfigError, Device
-from gpipe.config.checks import within
+from gpipe.config.checks import require
 from gpipe.config.translate import TranslateConfig
 from gpipe.data import Tokenizer
 from gpipe.data.text.tokenizer import clean_line
@@ -29,7 +29,7 @@ def start(settings: TranslateConfig) -> None:
         lines = _read(settings)
         device = find_device(settings.device)
         model = open_trained(settings.checkpoint, device)
-        within("beam", settings.beam, 1, most_beams(model))
+        require_beams("beam", settings.beam, model)
         tokens = _encode(model.tokenizer, lines, settings)
         search = BeamSearch(
             model.layers,
@@ -59,9 +59,10 @@ def translate_lines(search: BeamSearch, tokenizer: Tokenizer, tokens: Sequence[S
     return [clean_line(tokenizer.decode(next(found).tokens)) if line else "" for line in tokens]
 
 
-def most_beams(model: TrainedModel) -> int:
-    """Return the largest number of hypotheses of a search."""
-    return model.data.vocabulary_size - 1
+def require_beams(name: str, num_beams: int, model: TrainedModel) -> None:
+    """Refuse a search without hypotheses, or with more than the vocabulary can begin."""
+    most = model.data.vocabulary_size - 1
+    require(1 <= num_beams <= most, name, num_beams, f"a number from 1 to {most}")
 
 
 def find_device(device: Device) -> torch.device:

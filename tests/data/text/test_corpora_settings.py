@@ -32,7 +32,7 @@ def test_settings_can_be_overridden() -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.languages=[]", r"data.languages is \[\], expected codes of languages, or null for all"),
+        ("data.languages=[]", r"data.languages is \[\], expected codes of languages, or null"),
         ("data.vocabulary_size=4", "data.vocabulary_size is 4, expected 5 or more"),
         ("data.temperature=0", "data.temperature is 0.0, expected a number above 0"),
         ("data.max_tokens=1", "data.max_tokens is 1, expected 2 or more"),
