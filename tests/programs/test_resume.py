@@ -2,16 +2,13 @@
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hydra import compose
 
 from gpipe.config import ConfigError, RunConfig, read_yaml, to_plain, to_run, to_yaml
-from gpipe.programs import folder_lock
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
 from gpipe.programs.resume import is_unfinished, resume_folder
 
@@ -134,33 +131,6 @@ def test_a_folder_is_free_once_its_holder_is_dead_though_a_process_forked_by_it_
     os.waitpid(holder, 0)
     with hold(tmp_path):
         os.kill(loader, signal.SIGKILL)
-    assert not (tmp_path / LOCK_FILE).exists()
-
-
-def test_what_a_dead_holder_had_just_forked_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready, says = os.pipe()
-
-    def hold_and_start() -> None:
-        with hold(tmp_path):
-            # Between a fork and what happens in it at once, the lock is the fork's too.
-            started = subprocess.Popen(["sleep", "60"], pass_fds=folder_lock._held)
-            os.write(says, f"{started.pid}".encode())
-            signal.pause()
-
-    holder = forked(hold_and_start)
-    started = int(os.read(ready, 20))
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    waits: list[float] = []
-
-    def end_started(seconds: float) -> None:
-        waits.append(seconds)
-        with suppress(ProcessLookupError):
-            os.kill(started, signal.SIGKILL)
-
-    monkeypatch.setattr(folder_lock.time, "sleep", end_started)
-    with hold(tmp_path):
-        assert waits
     assert not (tmp_path / LOCK_FILE).exists()
 
 
