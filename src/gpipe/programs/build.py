@@ -192,7 +192,7 @@ def build_trainer(
     kept = workload.keep(None)
     if (earlier := newest_manifest(folder)) is not None:
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
-        refuse_other_labels(str(folder), earlier, folder, workload.class_names)
+        refuse_other_labels(str(folder), earlier, workload.class_names)
     workload.keep(folder if place.is_main else None)
     optimizer = build_run_optimizer(run.optimizer, pipeline.named_parameters(), rate)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
@@ -254,8 +254,7 @@ def build_trainer(
         return trainer
     if settings.resume_from is not None:
         checkpoint = find_kindred("trainer.resume_from", settings.resume_from, kept)
-        manifest, source = Manifest.read(checkpoint), checkpoint.parent.parent
-        refuse_other_labels(settings.resume_from, manifest, source, workload.class_names)
+        refuse_other_labels(settings.resume_from, Manifest.read(checkpoint), workload.class_names)
         trainer.resume(checkpoint)
         return trainer
     tracker.rewind(0)  # steps of an earlier session that saved nothing are repeated

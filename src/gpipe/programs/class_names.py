@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Manifest
@@ -12,17 +11,13 @@ CLASS_NAMES = "class_names"  # the key beside the settings
 CLASSES_FILE = "classes.txt"  # in a run's folder, for people
 
 
-def read_class_names(manifest: Manifest, run_folder: Path) -> list[str] | None:
+def read_class_names(manifest: Manifest) -> list[str] | None:
     """Return the names by label; None if labels have no names.
-
-    Checkpoints of versions before 29 November 2026 store none: those in the run's folder are used instead.
 
     Raises:
         CheckpointError: they are not a list of names.
     """
     names = manifest.config.get(CLASS_NAMES)
-    if names is None and (path := run_folder / CLASSES_FILE).is_file():
-        return path.read_bytes().decode().removesuffix("\n").split("\n")  # other line breaks belong to names
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise CheckpointError(
             f"the {CLASS_NAMES} of the checkpoint are not a list of names: restore its manifest.json."
@@ -30,11 +25,9 @@ def read_class_names(manifest: Manifest, run_folder: Path) -> list[str] | None:
     return names
 
 
-def describe_other_labels(
-    place: str, manifest: Manifest, run_folder: Path, class_names: Sequence[str] | None
-) -> str | None:
+def describe_other_labels(place: str, manifest: Manifest, class_names: Sequence[str] | None) -> str | None:
     """Describe the first label whose class in the checkpoint at `place` differs from the data's; None if all agree."""
-    saved = read_class_names(manifest, run_folder)
+    saved = read_class_names(manifest)
     if saved is not None and class_names is not None:
         for label, (there, here) in enumerate(zip_longest(saved, class_names)):
             if there != here:
@@ -42,7 +35,7 @@ def describe_other_labels(
     return None
 
 
-def refuse_other_labels(place: str, manifest: Manifest, run_folder: Path, class_names: Sequence[str] | None) -> None:
+def refuse_other_labels(place: str, manifest: Manifest, class_names: Sequence[str] | None) -> None:
     """Refuse to resume from a checkpoint whose labels mean other classes than the data's."""
-    if (other := describe_other_labels(place, manifest, run_folder, class_names)) is not None:
+    if (other := describe_other_labels(place, manifest, class_names)) is not None:
         raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")

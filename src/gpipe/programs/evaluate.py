@@ -113,9 +113,8 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
             statistics_loader.set_epoch(manifest.position.epoch)
         elif place.is_main:  # stale: estimates that the user asked for on other data were refused before
             print(f"warning: {next(iter(stale.values()))}", file=sys.stderr)
-    source = checkpoint.parent.parent
-    other = describe_other_labels(str(checkpoint), manifest, source, workload.class_names) if place.is_main else None
-    if other is not None:
+    other = describe_other_labels(str(checkpoint), manifest, workload.class_names)
+    if place.is_main and other is not None:
         print(f"warning: {other}: labels are compared by their numbers", file=sys.stderr)
     evaluation = evaluate_on_all(
         pipeline,

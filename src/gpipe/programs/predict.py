@@ -116,8 +116,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     assert isinstance(workload, ImageClassification)
     layers = build_layers(run)
     load_layers(path, layers)
-    class_names = read_class_names(manifest, path.parent.parent)
-    if class_names is None or len(class_names) != workload.num_classes:  # saved by an older version, or edited by hand
+    class_names = read_class_names(manifest)
+    if class_names is None or len(class_names) != workload.num_classes:  # edited by hand
         class_names = [f"class {label}" for label in range(workload.num_classes)]
     transform = workload.evaluation_transform()
     return TrainedClassifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
