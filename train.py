@@ -36,7 +36,8 @@ def main(composed: DictConfig) -> float | None:
     train = partial(load_and_train, composed, name_sources(job))
     folder, overrides = Path(os.path.relpath(job.runtime.output_dir)), list(job.overrides.task)
     if job.mode is RunMode.MULTIRUN:
-        return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), train)
+        check = partial(check_settings, composed)
+        return run_job(folder, overrides, composed.data.name, check, partial(train, hints=False))
     try:
         if composed.evaluate is not None:
             from gpipe.programs.evaluate import launch_evaluation

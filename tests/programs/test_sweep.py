@@ -45,8 +45,7 @@ class Training:
         self.end, self.top1, self.error = end, top1, error
         self.resumed_from: list[str | None] = []
 
-    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
-        assert not hints
+    def __call__(self, run: RunConfig, folder: Path, overrides: list[str]) -> None:
         self.resumed_from.append(run.trainer.resume_from)
         (folder / "config.yaml").write_text(to_yaml(run))
         if self.end == "cut short":

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
@@ -44,11 +44,7 @@ OVERRIDES_FILE = "overrides.txt"
 _WORST = -math.inf
 
 
-class Train(Protocol):
-    """Trains a run in a folder."""
-
-    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
-        """Train, or print an error's message and raise SystemExit(1)."""
+Train = Callable[[RunConfig, Path, list[str]], None]
 
 
 def run_job(
@@ -65,7 +61,7 @@ def run_job(
         overrides: its words of the command line.
         data: the data set's name.
         check: returns the job's settings, or raises.
-        train: trains them.
+        train: trains them in the folder, or prints an error's message and raises SystemExit(1).
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
     try:
@@ -104,7 +100,7 @@ def _run_held_job(
         try:
             clear(folder, run)
             write_flushed(folder / OVERRIDES_FILE, "".join(f"{override}\n" for override in overrides))
-            train(run, folder, overrides, hints=False)
+            train(run, folder, overrides)
         except SystemExit as end:
             if end.code != 1:
                 raise
@@ -157,12 +153,12 @@ class SweepEnd(Callback):
                 "node of the cluster, or set hydra/launcher=submitit_local to try it here."
             )
         evaluation = OmegaConf.select(config, "trainer.evaluation")
-        if _is_search(config) and (evaluation.every_epochs, evaluation.every_steps) == (None, None):
-            raise SystemExit(
-                "error: trainer.evaluation.every_epochs and every_steps are null, but a search compares the top-1 of "
-                "its trials: set one of them, such as trainer.evaluation.every_epochs=1."
-            )
         if _is_search(config):
+            if (evaluation.every_epochs, evaluation.every_steps) == (None, None):
+                raise SystemExit(
+                    "error: trainer.evaluation.every_epochs and every_steps are null, but a search compares the top-1 "
+                    "of its trials: set one of them, such as trainer.evaluation.every_epochs=1."
+                )
             _refuse_other_searches(config.hydra.sweeper)
         _refuse_unknown_claim(config, is_sweep=True)
         _refuse_to_move(config)
