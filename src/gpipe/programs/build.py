@@ -13,13 +13,7 @@ from torch import nn
 
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import read_shapes
-from gpipe.config import (
-    Autocast,
-    ConfigError,
-    Decay,
-    RunConfig,
-    to_plain,
-)
+from gpipe.config import Autocast, ConfigError, Decay, RunConfig, to_plain
 from gpipe.data.images.loader import ImageLoader
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
@@ -44,13 +38,7 @@ from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
-_NAME_LENGTH = 64  # of a run's name in a mirror of its log
 _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
-
-
-def check_model(run: RunConfig) -> None:
-    """Refuse, before processes start, a model that its library does not have, or that does not take the data."""
-    workload_of(run).check()
 
 
 def build_layers(run: RunConfig) -> nn.Sequential:
@@ -61,18 +49,16 @@ def build_layers(run: RunConfig) -> nn.Sequential:
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
     choose_kernels(run)
-    workload = workload_of(run)
+    workload, schedule = workload_of(run), run.pipeline.schedule.value
     pipeline = Pipeline(
         layers,
         workload.loss(),
         layout.partitions,
         run.pipeline.num_microbatches,
         rematerialize=layout.rematerialize,
-        schedule=run.pipeline.schedule.value,
+        schedule=schedule,
         stages_per_device=run.pipeline.stages_per_device,
-        devices=place.devices(
-            place_stages(run.pipeline.schedule.value, run.pipeline.num_stages, run.pipeline.stages_per_device)
-        ),
+        devices=place.devices(place_stages(schedule, run.pipeline.num_stages, run.pipeline.stages_per_device)),
         mesh=place.mesh,
         seed=workload.model_seed,
         loss_weight=workload.loss_weight,
@@ -84,10 +70,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
     if settle_precision(run, detect_accelerator(place.device_type)).trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if (options := compile_options_of(run)) is not None:
-        if workload.final_drop_path:
-            set_drop_path(
-                pipeline.layers, workload.final_drop_path
-            )  # masks from the first step on: one variant fewer to compile
+        if workload.final_drop_path:  # masks from the first step on: one variant fewer to compile
+            set_drop_path(pipeline.layers, workload.final_drop_path)
         pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), **options)
     if run.trainer.cuda_graphs:
         pipeline.use_cuda_graphs()
@@ -113,12 +97,7 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
         project=run.tracking.project,
         group=run.name,
         name=_shorten(overrides) or run.name,
-        tags=[
-            run.model.family,
-            run.data.name,
-            f"K={run.pipeline.num_stages}",
-            f"M={run.pipeline.num_microbatches}",
-        ],
+        tags=[run.model.family, run.data.name, f"K={run.pipeline.num_stages}", f"M={run.pipeline.num_microbatches}"],
         config={**to_plain(run), **_describe_origin(overrides)} if enabled else {},
         resumed=goes_on_from,
     )
@@ -129,7 +108,7 @@ def _shorten(overrides: Sequence[str]) -> str:
     pairs = [item.lstrip("+~").partition("=") for item in overrides if "=" in item]
     said = [(key, value) for key, _, value in pairs if key.partition(".")[0] not in _NOT_IN_NAMES]
     words = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in said)
-    return words if len(words) <= _NAME_LENGTH else words[: _NAME_LENGTH - 3] + "..."
+    return words if len(words) <= 64 else f"{words[:61]}..."
 
 
 def _describe_origin(overrides: Sequence[str]) -> dict[str, Any]:
@@ -262,19 +241,15 @@ def build_trainer(
         start = find_kindred("init_from", run.init_from, kept)
         progress.message(f"starting from the weights of {start}")
         replaced = workload.replaced(pipeline.layers, read_shapes(start))
-        if any(pipeline.job.gather(bool(replaced))) and _was_fine_tuned_with(start, run.seed):
+        saved = {} if start.is_file() else Manifest.read(start).config  # an exported file has no settings
+        was_fine_tuned = saved.get("init_from") is not None and saved.get("seed") == run.seed
+        if any(pipeline.job.gather(bool(replaced))) and was_fine_tuned:
             progress.message(
                 f"warning: {start} was fine-tuned with seed={run.seed} too, so this run begins with the softmax layer "
                 "that its features were trained with: set another seed."
             )
         trainer.start_from(start, replaced)
     return trainer
-
-
-def _was_fine_tuned_with(start: Path, seed: int) -> bool:
-    """Return whether a checkpoint's run was itself fine-tuned with this seed; a file has no settings, so False."""
-    saved = {} if start.is_file() else Manifest.read(start).config
-    return saved.get("init_from") is not None and saved.get("seed") == seed
 
 
 def _collect_names(workload: Workload) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
         _check_tracking(run)
         launch = run.launch
         if isinstance(run.model, TimmConfig | TransformersConfig):
-            from gpipe.programs.build import check_model
+            from gpipe.programs.workloads import workload_of
 
-            check_model(run)
+            workload_of(run).check()
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(train_in_process, describe_processes(run, folder), run, overrides, hints)
 
