@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,11 +36,7 @@ _OPEN: dict[str, Any] = {
 
 def is_open(composed: DictConfig) -> bool:
     """Return whether the settings leave something of the pipeline to the planner."""
-    return bool(_find_open(composed))
-
-
-def _find_open(composed: DictConfig) -> list[str]:
-    return [key for key in _OPEN if OmegaConf.is_missing(composed.pipeline, key)]
+    return any(OmegaConf.is_missing(composed.pipeline, key) for key in _OPEN)
 
 
 @dataclass(frozen=True)
@@ -121,12 +116,16 @@ def choose_pipeline(
         divided=run.trainer.batch_size // (2 if in_pairs else 1),
     )
     is_first = os.environ.get("RANK", "0") == "0"
+
+    def stop_if_asked() -> None:
+        stops.exit_before_start(stops.find_reason(), speaks=is_first)
+
     title = f"comparing plans for {devices.count} x {devices.accelerator.name}"
     # A large model takes half a minute. Only a terminal shows this, and it is gone afterwards.
     columns = SpinnerColumn(), TextColumn(title), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first) as progress:
         progress.add_task("")
-        plans = find_fastest(planner, space, like, devices.room_bytes, on_plan=partial(_stop_if_asked, speaks=is_first))
+        plans = find_fastest(planner, space, like, devices.room_bytes, on_plan=stop_if_asked)
     if not plans:
         words = [f"pipeline.{key}={getattr(value, 'name', value)}" for key, value in said.items()]
         words += [f"launch.{key}={value}" for key, value in fixed.items()]
@@ -146,10 +145,6 @@ def choose_pipeline(
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
     values["memory_limit_bytes"] = devices.room_bytes
     return _fill(composed, values | known, num_replicas=best.num_replicas, num_processes=best.num_devices)
-
-
-def _stop_if_asked(*, speaks: bool) -> None:
-    stops.exit_before_start(stops.find_reason(), speaks=speaks)
 
 
 def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devices: DevicesToUse) -> str:
@@ -213,12 +208,9 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
 
 
 def _fill(composed: DictConfig, pipeline: dict[str, Any], **launch: int) -> DictConfig:
-    """Return the settings with some of them replaced."""
     filled = copy.deepcopy(composed)
-    for key, value in pipeline.items():
-        filled.pipeline[key] = value
-    for key, value in launch.items():
-        filled.launch[key] = value
+    filled.pipeline.update(pipeline)
+    filled.launch.update(launch)
     return filled
 
 
@@ -232,7 +224,6 @@ def _find_shape(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_devices(run: RunConfig, accelerator: str) -> int:
-    """Return how many devices are at hand."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if accelerator == "cpu":
@@ -243,7 +234,6 @@ def _count_devices(run: RunConfig, accelerator: str) -> int:
 
 
 def _host_bytes() -> int:
-    """Return the size of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -34,16 +34,13 @@ def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig
     Patience is not checked: it starts anew.
     """
     position = saved.position
-    reached = {
-        f"trainer.num_epochs={trainer.num_epochs}: raise it": position.epoch >= trainer.num_epochs,
-        f"trainer.max_steps={trainer.max_steps}: raise it": trainer.max_steps is not None
-        and position.step >= trainer.max_steps,
-    }
-    if limits := [limit for limit, is_reached in reached.items() if is_reached]:
-        raise ConfigError(
-            f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
-            f"with {limits[0]}."
-        )
+    limits = ("num_epochs", trainer.num_epochs, position.epoch), ("max_steps", trainer.max_steps, position.step)
+    for name, most, reached in limits:
+        if most is not None and reached >= most:
+            raise ConfigError(
+                f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
+                f"with trainer.{name}={most}: raise it."
+            )
 
 
 def check_earlier(run: RunConfig, folder: Path) -> None:

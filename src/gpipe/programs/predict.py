@@ -162,14 +162,13 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    with replacing(Path(path)) as partial, _open_text(partial) as stream:
+    names_keep_bytes = "surrogateescape"  # those of files that are not UTF-8
+    with (
+        replacing(Path(path)) as partial,
+        partial.open("w", encoding="utf-8", errors=names_keep_bytes, newline="") as stream,
+    ):
         csv.writer(stream).writerow(["image", "rank", "class", "probability"])
         yield stream
-
-
-def _open_text(path: Path) -> TextIO:
-    """Open a file for text; file names that are not UTF-8 keep their bytes."""
-    return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
 
 def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:

@@ -49,7 +49,12 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
     run = from_plain(manifest.config)
     assert isinstance(run.data, TranslationDataConfig)
     tokenizer = _find_tokenizer(path, run.data)
-    _refuse_another(tokenizer, manifest.config.get("tokenizer_sha256"), path)
+    trained_with = manifest.config.get("tokenizer_sha256")
+    if trained_with not in (None, tokenizer.sha256):
+        raise ConfigError(
+            f"the tokenizer {tokenizer.path} has the SHA-256 {tokenizer.sha256[:12]}..., but {path} was trained with "
+            f"{trained_with[:12]}...: put that tokenizer there."
+        )
     layers = build_layers(run)
     load_layers(path, layers)
     return TrainedModel(run, run.data, layers.to(device).eval(), tokenizer, path, manifest.position.step)
@@ -82,12 +87,3 @@ def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:
             f"turns text into them: copy the SentencePiece model that made them to {kept}."
         )
     return tokenizer
-
-
-def _refuse_another(tokenizer: Tokenizer, expected: str | None, checkpoint: Path) -> None:
-    """Refuse a tokenizer whose SHA-256 differs from the checkpoint's, if the checkpoint has one."""
-    if expected is not None and tokenizer.sha256 != expected:
-        raise ConfigError(
-            f"the tokenizer {tokenizer.path} has the SHA-256 {tokenizer.sha256[:12]}..., but {checkpoint} was trained "
-            f"with {expected[:12]}...: put that tokenizer there."
-        )
