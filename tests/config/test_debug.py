@@ -20,13 +20,24 @@ def said(plain: Any, keys: Any) -> Any:
     return {key: said(plain[key], value) for key, value in keys.items()} if isinstance(keys, dict) else plain
 
 
-@pytest.mark.parametrize("name", DEBUG)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_its_values_fit_and_count_whatever_the_experiment_says(name: str, experiment: str) -> None:
+def assert_in_force(name: str, experiment: str) -> None:
     values = OmegaConf.to_container(OmegaConf.load(CONF / "debug" / f"{name}.yaml"))
     composed = compose("train", overrides=[f"debug={name}", f"+experiment={experiment}", "init_from=null"])
     assert said(OmegaConf.to_container(composed, resolve=False), values) == values
     to_run(composed)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_its_values_fit_and_count_whatever_the_experiment_says(experiment: str) -> None:
+    """Another file with each experiment."""
+    assert_in_force(DEBUG[EXPERIMENTS.index(experiment) % len(DEBUG)], experiment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_values_of_every_file_fit_and_count_whatever_the_experiment_says(name: str, experiment: str) -> None:
+    assert_in_force(name, experiment)
 
 
 @pytest.mark.parametrize("name", DEBUG)

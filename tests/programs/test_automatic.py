@@ -88,26 +88,25 @@ def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    "word",
+    "words",
     [
-        "pipeline.num_stages=4",
-        "pipeline.num_microbatches=3",
-        "pipeline.schedule=zb_v",
-        "pipeline.schedule=interleaved_1f1b",
-        "pipeline.stages_per_device=2",
-        "pipeline.rematerialize=always",
-        "pipeline.rematerialize=fit",
-        "pipeline.partitions=[5,4]",
-        "launch.num_replicas=1",
-        "launch.num_replicas=2",
+        ["pipeline.num_stages=4", "pipeline.num_microbatches=3", "pipeline.rematerialize=always"],
+        ["pipeline.schedule=zb_v", "launch.num_replicas=1"],
+        ["pipeline.schedule=interleaved_1f1b", "launch.num_replicas=2"],
+        ["pipeline.stages_per_device=2"],
+        ["pipeline.rematerialize=fit"],
+        ["pipeline.partitions=[5,4]"],
     ],
+    ids=" ".join,
 )
-def test_what_the_command_line_says_stays(word: str) -> None:
-    key, _, value = word.partition("=")
-    section, _, name = key.partition(".")
-    found = getattr(getattr(choose(word), section), name)
-    found = str(getattr(found, "value", found)).replace(" ", "")
-    assert found == value or (value == "fit" and found == "never")
+def test_what_the_command_line_says_stays(words: list[str]) -> None:
+    run = choose(*words)
+    for word in words:
+        key, _, value = word.partition("=")
+        section, _, name = key.partition(".")
+        found = getattr(getattr(run, section), name)
+        found = str(getattr(found, "value", found)).replace(" ", "")
+        assert found == value or (value == "fit" and found == "never")
 
 
 def test_the_stages_per_device_follow_from_any_number_of_stages() -> None:
@@ -335,7 +334,8 @@ def test_fit_on_the_command_line_fits_the_room_that_a_process_has(monkeypatch: p
 
 
 def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:
-    composed = compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", "pipeline=auto"])
+    small = "model.num_layers=3", "model.num_filters=8"
+    composed = compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", *small, "pipeline=auto"])
     assert is_open(composed)
     run = to_run(choose_pipeline(composed, [], lambda *_: devices(2)))
     assert run.launch.num_processes == 2

@@ -1,16 +1,14 @@
 """Models of timm on a folder of images: trained, resumed, exported to timm, begun with its weights, and refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants as hub
 from hydra import compose
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -29,7 +27,7 @@ from gpipe.programs.build import build_layers
 from gpipe.programs.complete import complete
 from gpipe.programs.predict import open_classifier
 from gpipe.programs.workloads import workload_of
-from tests.support.train_program import ROOT, TRAIN, run_folder, start, train_here, weights
+from tests.support.train_program import run_folder, start, train_here, weights
 
 SIZE = 32
 WORDS = (
@@ -303,14 +301,14 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(
 
 
 @pytest.mark.usefixtures("composer")
-def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(folder: Path, tmp_path: Path) -> None:
-    words = (*WORDS, f"data.root={folder}", "model.name=resnet10t", "model.pretrained=true")
-    # A new process: the hub's package reads these variables when it is imported.
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no_weights"), "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(TRAIN), *words], check=False, cwd=tmp_path, env=os.environ | offline,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: model.pretrained is true, but timm cannot fetch weights of resnet10t (")
-    assert "init_from=<file>.safetensors" in done.stderr.splitlines()[0]
+def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "no_weights"))
+    with pytest.raises(SystemExit) as end:
+        train_here(tmp_path, *WORDS, f"data.root={folder}", "model.name=resnet10t", "model.pretrained=true")
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: model.pretrained is true, but timm cannot fetch weights of resnet10t (")
+    assert "init_from=<file>.safetensors" in said.splitlines()[0]
