@@ -7,7 +7,7 @@ Of its own, only those that are known to be harmless pass. What the user sets on
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -74,9 +74,6 @@ _HARMLESS_CODE = {
 }
 # Our own settings that name files and folders to write.
 _FILES = {"output": "", "grid": "", "data.cache": "", "reproduction": _NAME}
-# What else runs code: variables such as LD_PRELOAD, shell commands, a function's name.
-_EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
-
 _NO_SETTINGS = r"(hydra|experiment|search|debug)\b"  # choices of files, and Hydra's own: these may be deleted
 
 _NOT_GIVEN = "<not given>"
@@ -112,8 +109,11 @@ class _Environment:
                 f"the environment variable {name} is not set: set it, or write ${{oc.env:{name},<value>}}."
             )
         text = None if value is None else str(value)  # a default may be a number, as for OmegaConf's own
-        if is_secret(name) or (text is not None and find_secret(text) is not None):
-            raise ConfigError(_secret_is_read(name))
+        if is_secret(name) or find_secret(text or "") is not None:
+            raise ConfigError(
+                f"a setting reads the secret {name} by oc.env, and settings are written into the run's files: leave "
+                "secrets in the environment, where the libraries that need them find them."
+            )
         return text
 
     def __reduce__(self) -> tuple[Callable[[], "_Environment"], tuple[()]]:
@@ -135,8 +135,6 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)
     refuse_endless_interpolations(composed)
-    for place in _EMPTY:
-        _refuse_unsaid_code(place, _at(plain, place), overrides)
     _refuse_name(plain.get("name"))
     entries = sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra."))
     has_secret = find_secret("\n".join(f"{key} {value}" for _, key, value in entries)) is not None  # in one search
@@ -162,21 +160,11 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
                 f"{place} is {value}, expected none: no configuration may name code to run; remove it, or set it on "
                 "the command line."
             )
+        # Of variables only the names: hydra.job.env_copy has filled in their values from the environment.
+        shown = "set" if place.startswith("hydra.job.env_set.") else f"{value!r}"
         raise ConfigCompositionException(
-            f"{place} is {value!r}, expected {expected}, because a configuration may name no file and no code: "
-            "correct it, or set it on the command line."
-        )
-
-
-def _refuse_unsaid_code(place: str, value: Any, overrides: Sequence[str]) -> None:
-    """Refuse shell commands, variables and functions that are not set on the command line."""
-    inside = [entry for entry, _, _ in _entries(value, place)] or ([place] if value else [])
-    if unsaid := [entry for entry in inside if not any(_is_said(entry, override) for override in overrides)]:
-        # Only the names of variables: hydra.job.env_copy has filled in their values from the environment.
-        shown = value if isinstance(value, str) else ", ".join(map(str, value or ()))
-        raise ConfigCompositionException(
-            f"{place} is {shown}, expected nothing: no configuration may name code to run; remove {unsaid[0]}, and set "
-            "it on the command line or in the shell that starts the program."
+            f"{place} is {shown}, expected {expected}, because a configuration may name no file and no code: correct "
+            "it, or set it on the command line."
         )
 
 
@@ -207,7 +195,8 @@ def _find_expected(composed: DictConfig, place: str, key: str, value: Any, overr
     if place.startswith("hydra.overrides."):  # what a file puts there would pass for the command line's
         return None if value in overrides else "nothing"
     if place.startswith("hydra."):
-        harmless = _harmless(place.removeprefix("hydra."), _HARMLESS_CODE if key in _NAMES_CODE else _HARMLESS)
+        known, own = _HARMLESS_CODE if key in _NAMES_CODE else _HARMLESS, place.removeprefix("hydra.")
+        harmless = next((values for places, values in known.items() if re.fullmatch(places, own)), "")
     else:
         harmless = "" if _names_code(key, value) else _FILES.get(place, _TEXT)
     if re.fullmatch(harmless, str(value)) or re.fullmatch(harmless, _resolve(composed, place, value)):
@@ -223,11 +212,6 @@ def _is_said(place: str, override: str) -> bool:
 
 def _names_code(key: str, value: Any) -> bool:
     return key in _NAMES_CODE or (isinstance(value, str) and value.startswith(("ext://", "cfg://")))
-
-
-def _harmless(place: str, known: Mapping[str, str]) -> str:
-    """Return the pattern of what may be at a place."""
-    return next((harmless for places, harmless in known.items() if re.fullmatch(places, place)), "")
 
 
 @wraps(_compose)
@@ -287,13 +271,6 @@ def _count_and_load(self: CachingConfigRepository, config_path: str) -> ConfigRe
         raise ConfigCompositionException(f"{config_path} cannot be read: {why(error)}: correct it there.") from None
 
 
-def _at(node: Any, place: str) -> Any:
-    """Return what is at a place in nested dicts; None if nothing is."""
-    for key in place.split("."):
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
-
-
 def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the place, the key and the value of everything in nested dicts and lists."""
     pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -337,10 +314,3 @@ def _refuse_no_file(override: str, repo: IConfigRepository) -> None:
     if not key or (re.fullmatch(r"(?i)null|true|false|-?\d*\.?\d+", value) and repo.group_exists(key)):
         expected = "the name of a file of that group" if key else "<key>=<value>"
         raise ConfigCompositionException(f"{override}, expected {expected}: correct that word, or leave it out.")
-
-
-def _secret_is_read(name: str) -> str:
-    return (
-        f"a setting reads the secret {name} by oc.env, and settings are written into the run's files: leave secrets in "
-        "the environment, where the libraries that need them find them."
-    )
