@@ -204,43 +204,24 @@ def build_planner(
     speed = Speed.of(accelerator, precision_of(run), efficiency)
     measured: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
     if seconds is not None:
-        measured = partial(_take, seconds)
+        measured = lambda _: seconds  # noqa: E731 - the cutter and the planner share it
     elif calibration is not None:
-        # Its figures are relative to the seconds planned at this speed.
-        measured = partial(_correct, calibration, Speed.of(accelerator, precision_of(run)))
+        usual = Speed.of(accelerator, precision_of(run))  # to which its figures are relative
+        measured = lambda profiles: calibration.correct(usual.seconds(profiles))  # noqa: E731
         speed = replace(speed, task_seconds=calibration.task_seconds)
-    cut = Cutter(
-        partition_by,
-        settings.objective.value,
-        speed,
-        measured,
-        settings.memory_limit_bytes,
-        settings.partitions,
-    )
+    objective, limit = settings.objective.value, settings.memory_limit_bytes
+    evaluation = run.trainer.evaluation
+    is_evaluated = (evaluation.every_epochs, evaluation.every_steps) != (None, None)
+    num_evaluated = workload_of(run).num_evaluated_examples
     return Planner(
         training_profiler(run, memory),
-        cut,
+        Cutter(partition_by, objective, speed, measured, limit, settings.partitions),
         workload_of(run).num_examples,
         accelerator,
         speed,
         count_auxiliary_parameters(workload_of(run).layers()),
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
-        _evaluation_planner(run),
+        EvaluationPlanner(evaluation_profiler(run), num_evaluated) if is_evaluated else None,
         workload_of(run).varies_in_length,
     )
-
-
-def _take(seconds: Sequence[LayerSeconds], _: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
-    return seconds
-
-
-def _correct(calibration: Calibration, speed: Speed, profiles: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
-    return calibration.correct(speed.seconds(profiles))
-
-
-def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
-    settings = run.trainer.evaluation
-    if settings.every_epochs is None and settings.every_steps is None:
-        return None
-    return EvaluationPlanner(evaluation_profiler(run), workload_of(run).num_evaluated_examples)
