@@ -148,13 +148,6 @@ def test_1f1b_is_a_name_like_any_other() -> None:
     assert run.pipeline.schedule.value == to_plain(run)["pipeline"]["schedule"] == "1f1b"
 
 
-def test_batch_norm_is_synchronised_where_there_is_one() -> None:
-    assert not run_of().pipeline.synchronize_batch_norm
-    assert run_of("pipeline.synchronize_batch_norm=true").pipeline.synchronize_batch_norm
-    message = refusal_of("pipeline.synchronize_batch_norm=true", "model=transformer_lm", "data=random_tokens")
-    assert "pipeline.synchronize_batch_norm is true, expected false with model.family=transformer_lm" in message
-
-
 def test_device_threads_are_refused_beside_another_way_to_run_layers() -> None:
     assert run_of("launch.device_threads=true").launch.device_threads
     for name in ("compile", "cuda_graphs"):

@@ -216,13 +216,15 @@ def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) ->
         plan_of(run)
 
 
-def test_batch_norm_is_not_synchronised_in_a_model_of_timm_that_has_none() -> None:
-    words = "model=timm", "data=digits", "data.image_size=32", "pipeline.synchronize_batch_norm=true"
-    plan_of(to_run(compose("train", overrides=[*words, "model.name=test_resnet"])))
-    with pytest.raises(
-        ConfigError, match=r"^pipeline\.synchronize_batch_norm is true, expected false with this model, "
-    ):
-        plan_of(to_run(compose("train", overrides=[*words, "model.name=test_vit"])))
+def test_batch_norm_is_not_synchronised_in_a_model_that_has_none() -> None:
+    of_timm = "model=timm", "data=digits", "data.image_size=32", "pipeline.synchronize_batch_norm=true"
+    plan_of(to_run(compose("train", overrides=[*of_timm, "model.name=test_resnet"])))
+    of_text = *LANGUAGE_MODEL, "pipeline.synchronize_batch_norm=true"
+    for words in ((*of_timm, "model.name=test_vit"), of_text):
+        with pytest.raises(
+            ConfigError, match=r"^pipeline\.synchronize_batch_norm is true, expected false with this model, "
+        ):
+            plan_of(to_run(compose("train", overrides=list(words))))
 
 
 def test_a_mixed_run_is_planned_as_it_trains() -> None:

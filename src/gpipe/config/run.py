@@ -101,11 +101,6 @@ class RunConfig(Section):
                 f"data.name is {self.data.name}, but model.family is {self.model.family}, which expects {such_as}: "
                 "choose one for the other."
             )
-        if self.pipeline.synchronize_batch_norm and not isinstance(self.data, ImagesConfig):
-            raise ConfigError(
-                f"pipeline.synchronize_batch_norm is true, expected false with model.family={self.model.family}, which "
-                "has no batch norm: set pipeline.synchronize_batch_norm=false."
-            )
         replicas, processes = self.launch.num_replicas, self.launch.num_processes
         if self.trainer.cuda_graphs and self.pipeline.synchronize_batch_norm and replicas > 1:
             raise ConfigError(
