@@ -50,7 +50,7 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             if chosen.get("num_classes", 0) is None:  # compared once the data is open
                 plain["data"]["num_classes"] = saved["data"].get("num_classes")
             if chosen.get("several_labels", 0) is None:  # likewise
-                plain["data"]["several_labels"] = _has_several_labels(saved["data"])
+                plain["data"]["several_labels"] = bool(saved["data"].get("several_labels"))
         elif key == section:
             plain[section] = _plain(composed, section)
         else:
@@ -62,7 +62,7 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             f"data.name is {run.data.name}, which has {found} classes, but the model has {trained}: choose a data set "
             "with the model's classes."
         )
-    has_several, predicts_several = (_has_several_labels(data) for data in (plain["data"], saved["data"]))
+    has_several, predicts_several = (bool(data.get("several_labels")) for data in (plain["data"], saved["data"]))
     if has_several != predicts_several:
         raise ConfigError(
             f"data.name is {run.data.name}, whose images have {describe_kind(has_several)}, but the model predicts "
@@ -103,10 +103,6 @@ def _find_keys(key: str, value: Any) -> Iterator[str]:
 def describe_kind(has_several_labels: bool) -> str:
     """Return how many labels an image has, in words."""
     return "several labels each" if has_several_labels else "one label each"
-
-
-def _has_several_labels(data: Mapping[str, Any]) -> bool:
-    return bool(data.get("several_labels"))
 
 
 def _plain(composed: DictConfig, section: str) -> dict[str, Any]:

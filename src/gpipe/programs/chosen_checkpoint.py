@@ -9,7 +9,7 @@ from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.errors import DamagedCheckpoint
 from gpipe.checkpoint.format import read_metadata
 from gpipe.checkpoint.manifest import Manifest
-from gpipe.config import ConfigError, RunConfig, TrainerConfig, to_plain
+from gpipe.config import ConfigError, RunConfig, to_plain
 from gpipe.records import RESUMED_MAY_DIFFER, differences
 
 
@@ -25,22 +25,15 @@ def check_checkpoints(run: RunConfig) -> None:
                 f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
                 "as they are there, or start from its weights alone with init_from."
             )
-        _refuse_nothing_to_train(value, saved, run.trainer)
-
-
-def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
-    """Refuse to resume from a state at which training would end at once, without saving a checkpoint.
-
-    Patience is not checked: it starts anew.
-    """
-    position = saved.position
-    limits = ("num_epochs", trainer.num_epochs, position.epoch), ("max_steps", trainer.max_steps, position.step)
-    for name, most, reached in limits:
-        if most is not None and reached >= most:
-            raise ConfigError(
-                f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
-                f"with trainer.{name}={most}: raise it."
-            )
+        trainer, position = run.trainer, saved.position
+        # Training would end at once, without saving a checkpoint. Patience is not checked: it starts anew.
+        limits = ("num_epochs", trainer.num_epochs, position.epoch), ("max_steps", trainer.max_steps, position.step)
+        for name, most, reached in limits:
+            if most is not None and reached >= most:
+                raise ConfigError(
+                    f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to "
+                    f"train with trainer.{name}={most}: raise it."
+                )
 
 
 def check_earlier(run: RunConfig, folder: Path) -> None:

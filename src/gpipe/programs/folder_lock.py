@@ -49,7 +49,6 @@ def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
 
 
 def _lock(folder: Path, flags: int) -> int:
-    """Return the descriptor of a folder's locked file."""
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             folder.mkdir(parents=True, exist_ok=True)

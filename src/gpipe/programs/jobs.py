@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -127,12 +128,12 @@ def summarize(folder: Path, jobs: Sequence[SweepJob], others: Sequence[SweepJob]
         while shown and len(table.partition("\n")[0]) > columns:
             table = _render(_table(jobs, shown := shown[:-1]))
     print(f"\n{table}{means}")
-    counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
-    print(f"{counts}; the table is in {path}", flush=True)
+    found = Counter(job.outcome.status for job in jobs)
+    counts = [f"{found[status]} {status}" for status in ("done", "not run", "failed") if found[status]]
+    print(f"{', '.join(counts) or '0 done'}; the table is in {path}", flush=True)
 
 
 def _render(table: Table) -> str:
-    """Return a table as lines of text."""
     text = StringIO()  # not a terminal, so without colours
     Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, not markup
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
@@ -175,11 +176,6 @@ def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
     return lines
 
 
-def _statuses(jobs: Sequence[SweepJob]) -> list[str]:
-    found = {job.outcome.status for job in jobs}
-    return [status for status in ("done", "not run", "failed") if status in found] or ["done"]
-
-
 def _table(jobs: Sequence[SweepJob], shown: Sequence["_Figure"]) -> Table:
     """Return a table with one row per job: the overrides in which the jobs differ, some figures, and the outcome.
 
@@ -217,7 +213,6 @@ def _group_jobs(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
 
 
 def _describe_outcome(group: Sequence[SweepJob]) -> str:
-    """Return the outcome of a group of jobs in words."""
     outcome = group[0].outcome
     why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
     return f"{outcome.status}{why}" + (f" ({len(group)} runs)" if len(group) > 1 else "")

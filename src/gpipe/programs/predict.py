@@ -95,8 +95,7 @@ def start(settings: PredictConfig) -> None:
         if settings.grid is not None:
             with replacing(Path(settings.grid)) as path:
                 _draw(shown, path)
-        num_classified = len(paths) - num_broken
-        if written := _describe_written(settings, num_classified, len(paths), len(shown)):
+        if written := _describe_written(settings, len(paths) - num_broken, len(paths), len(shown)):
             print(f"wrote {written}", file=sys.stderr)
 
 

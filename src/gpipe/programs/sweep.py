@@ -75,7 +75,6 @@ def run_job(
 def _run_held_job(
     label: str, folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
 ) -> float | None:
-    """Run a job whose folder is locked."""
     make_outcome = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()
@@ -270,7 +269,6 @@ def _find_record(folder: Path, run: RunConfig) -> Record | None:
 
 
 def _read_reason(folder: Path) -> str:
-    """Return the message of the error that ended a job."""
     path = folder / ERROR_FILE
     first, _, _ = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
     return first.removeprefix("error: ") or "see its message above"  # on a full disk there is no file

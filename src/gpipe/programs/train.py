@@ -44,7 +44,9 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
         if run.trainer.dry_run:
             _print_plan(run)
             return
-        _check_tracking(run)
+        mode = run.tracking.mode.value
+        if os.environ.get("RANK", "0") == "0" and (reason := check_mode(mode)) is not None:  # only that one tracks
+            raise ConfigError(f"tracking.mode is {mode}, but {reason}.")
         launch = run.launch
         if isinstance(run.model, TimmConfig | TransformersConfig):
             from gpipe.programs.workloads import workload_of
@@ -106,13 +108,6 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
         pipeline.close()
         raise SystemExit(stops.STOPPED) from None
     pipeline.close()
-
-
-def _check_tracking(run: RunConfig) -> None:
-    """Refuse a tracking mode that cannot work here; only the first process tracks."""
-    mode = run.tracking.mode.value
-    if os.environ.get("RANK", "0") == "0" and (reason := check_mode(mode)) is not None:
-        raise ConfigError(f"tracking.mode is {mode}, but {reason}.")
 
 
 def _print_plan(run: RunConfig) -> None:

@@ -78,7 +78,6 @@ def find_device(device: Device) -> torch.device:
 
 
 def _read(settings: TranslateConfig) -> list[str]:
-    """Return the lines to translate."""
     if settings.text is not None:
         try:
             settings.text.encode()

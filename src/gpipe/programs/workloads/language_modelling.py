@@ -143,7 +143,6 @@ class TransformersModelling(TracedModel, LanguageModelling):
         return make_transformers_config(self.model.name, self.model.arguments, self.vocabulary_size, special)
 
     def _make(self, *, may_fetch: bool) -> nn.Module:
-        """Make the model."""
         try:
             check_transformers_type(self.model.name)
             return make_transformers_model(self._config, self.data.sequence_length, self.model_seed)
@@ -151,7 +150,6 @@ class TransformersModelling(TracedModel, LanguageModelling):
             raise ConfigError(str(error)) from None
 
     def _refuse(self, reason: str) -> ConfigError:
-        """Return the error for a model that does not become layers."""
         return ConfigError(
             f"model.name is {self.model.name}, which does not become layers ({reason}): set another one."
         )

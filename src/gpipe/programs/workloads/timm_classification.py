@@ -22,7 +22,6 @@ class TimmClassification(TracedModel, ImageClassification):
         return repr((self.model, self.num_classes, self.data.channels, self.image_size, self.model_seed))
 
     def _make(self, *, may_fetch: bool) -> nn.Module:
-        """Make the model."""
         try:
             return make_timm_model(
                 self.model.name,
@@ -37,7 +36,6 @@ class TimmClassification(TracedModel, ImageClassification):
             raise ConfigError(str(error)) from None
 
     def _refuse(self, reason: str) -> ConfigError:
-        """Return the error for a model that does not become layers."""
         return ConfigError(
             f"model.name is {self.model.name}, which does not become layers for images of "
             f"data.image_size={self.image_size} ({reason}): set another size, or another model."
