@@ -79,11 +79,7 @@ def test_batch_norm_sees_the_examples_of_all_replicas_that_it_normalises_over(
 
 def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
     choose("pipeline.num_microbatches=4")
-    choose_pipeline(
-        compose("train", overrides=["+experiment=table2_transformer_lm_laptop", "pipeline=auto"]),
-        (),
-        lambda *_: devices(2),
-    )
+    choose_pipeline(compose("train", overrides=list(TEXT)), (), lambda *_: devices(2))
     assert "Batch norm sees" not in capsys.readouterr().out
 
 
@@ -170,8 +166,8 @@ def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
 def test_what_does_not_fit_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=4, but nothing fits 4 x v100"):
         choose("pipeline.num_stages=4", room_bytes=1024)
-    with pytest.raises(ConfigError, match=r"^pipeline is auto, but nothing fits 4 x v100 with 9.54e-07 GiB each: use"):
-        choose(room_bytes=1024)
+    with pytest.raises(ConfigError, match=r"^pipeline is auto, but nothing fits 2 x v100 with 9.54e-07 GiB each: use"):
+        choose(room_bytes=1024, count=2)
 
 
 def find_refusal(choose_any: Callable[[], object]) -> str:
@@ -334,7 +330,7 @@ def test_fit_on_the_command_line_fits_the_room_that_a_process_has(monkeypatch: p
 
 
 def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:
-    small = "model.num_layers=3", "model.num_filters=8"
+    small = "model.num_layers=3", "model.num_filters=8", "data.image_size=32", "trainer.batch_size=16"
     composed = compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", *small, "pipeline=auto"])
     assert is_open(composed)
     run = to_run(choose_pipeline(composed, [], lambda *_: devices(2)))

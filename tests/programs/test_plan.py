@@ -214,7 +214,7 @@ def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:
             "pipeline.num_stages is 30, but the model has 9 layers: set it to 9 or less.",
         ),
         (["efficiency=2"], "efficiency is 2.0, expected a share in (0, 1]: set efficiency=... accordingly."),
-        (["memory_gib=0"], "memory_gib is 0.0, expected a number above 0: set memory_gib="),
+        (["memory_gib=0"], "memory_gib is 0.0, expected a number above 0, or null: set memory_gib="),
         (["find=num_filters", "memory_gib=0.0001"], "find is num_filters, but even 16 does not fit cpu: raise"),
         (
             ["find=num_filters", "model=transformer_lm", "data=random_tokens"],

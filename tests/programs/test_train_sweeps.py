@@ -31,7 +31,8 @@ def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> N
 
 def test_a_sweep_may_go_over_experiments(tmp_path: Path) -> None:
     experiments = "+experiment=amoebanet_imagenet,amoebanet_fashion_mnist"
-    done = start(tmp_path, "-m", experiments, "model.num_layers=3", "model.num_filters=8", "trainer.dry_run=true")
+    small = "model.num_layers=3", "model.num_filters=8", "data.image_size=32"
+    done = start(tmp_path, "-m", experiments, *small, "trainer.dry_run=true")
     assert (done.returncode, done.stderr) == (0, "")
     assert "amoebanet_imagenet: K=4" in done.stdout and "amoebanet_fashion_mnist: K=1" in done.stdout
     (summary,) = (tmp_path / "runs").glob("sweep-*/summary.md")

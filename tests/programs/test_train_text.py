@@ -15,7 +15,7 @@ from gpipe.checkpoint.__main__ import main as checkpoint_program
 from gpipe.checkpoint.folder import find_checkpoint
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import load_layers
-from gpipe.config import read_yaml
+from gpipe.config import ConfigError, read_yaml
 from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer
 from gpipe.programs.build import build_layers
@@ -145,13 +145,15 @@ def test_transformer_l_trains_on_text(text: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(words: list[str], said: str, text: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    words: list[str], said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = {word.partition("=")[0].lstrip("+") for word in words}
     given = [word for word in (*WORDS, *GPT2) if word.partition("=")[0].lstrip("+") not in changed]
     if "model=transformer_lm_small" in words:
         given = [word for word in given if not word.startswith(("+model", "data."))]
-    done = start(
-        tmp_path, *given, *([f"data.root={text}"] if "data=fashion_mnist_embedded" not in words else []), *words
-    )
-    assert done.returncode == 1
-    assert re.search(said, done.stderr.splitlines()[0]), done.stderr
+    root = [f"data.root={text}"] if "data=fashion_mnist_embedded" not in words else []
+    with pytest.raises((SystemExit, ConfigError)) as end:
+        train_here(tmp_path, *given, *root, *words)
+    message = capsys.readouterr().err if isinstance(end.value, SystemExit) else str(end.value)
+    assert re.search(said, message.splitlines()[0]), message

@@ -185,7 +185,7 @@ def test_a_full_disk_is_said_and_leaves_an_earlier_file_as_it_is(translate: Tran
         ),
         ([], "neither text nor file is set, expected one of them: set text="),
         (["text=Hallo", "file=x.txt"], "both text and file are set, expected one of them: set text="),
-        (["text= "], "text is ' ', expected a sentence: set text=... accordingly."),
+        (["text= "], "text is ' ', expected a sentence, or null: set text=... accordingly."),
         (
             ["text=" + 50 * "Hallo "],
             "text has 150 tokens, expected at most max_length=40: split the sentence, or raise",
@@ -203,7 +203,10 @@ def test_a_full_disk_is_said_and_leaves_an_earlier_file_as_it_is(translate: Tran
         ),
         (["text=Hallo", "length_penalty=1e6"], "length_penalty is 1000000.0, expected a number from 0 to 10: set"),
         (["text=a\udcffb"], "text is 'a\\udcffb', which is not UTF-8: convert it to UTF-8."),
-        (["text=Hallo", "batch_size=9"], "batch_size is 9, expected 40 or more: set batch_size=... accordingly."),
+        (
+            ["text=Hallo", "batch_size=9"],
+            "batch_size is 9, expected max_length=40 or more: set batch_size=...",
+        ),
         (["text=Hallo", "+colour=red"], "colour is unknown, expected one of batch_size, beam, checkpoint, "),
     ],
 )
