@@ -4,8 +4,7 @@ OmegaConf resolves an interpolation anew at each use. So thirty lines that each 
 billion values.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -24,17 +23,19 @@ def refuse_endless_interpolations(node: Container, place: str = "") -> None:
     for key, child, value in list_raw(node):
         inside = f"{place}.{key}" if place else str(key)
         if isinstance(value, str) and value.count("${") > 1:  # a chain of single ones is no longer than the files
-            with _limited(inside, value), suppress(OmegaConfBaseException):
-                node[key]
+            if _costs_too_much(node, key):
+                shown = value if len(value) < 100 else f"{value[:100]}..."
+                raise ConfigCompositionException(
+                    f"{inside} is {shown}, whose interpolations stand for too many values or characters: write the "
+                    "value itself."
+                )
         elif isinstance(child, Container) and isinstance(value, dict | list):
             refuse_endless_interpolations(child, inside)
 
 
-@contextmanager
-def _limited(place: str, value: str) -> Iterator[None]:
-    """Limit the cost of the interpolations that the body resolves."""
-    find = Container.resolve_parse_tree
-    cost = 0
+def _costs_too_much(node: Container, key: Any) -> bool:
+    """Resolve a value, and count what its interpolations cost; beyond the limit they resolve to nothing."""
+    find, cost = Container.resolve_parse_tree, 0
 
     @wraps(find)
     def find_and_count(self: Container, *args: Any, **settings: Any) -> Any:
@@ -45,11 +46,8 @@ def _limited(place: str, value: str) -> Iterator[None]:
 
     Container.resolve_parse_tree = find_and_count  # type: ignore[method-assign]
     try:
-        yield
+        with suppress(OmegaConfBaseException):
+            node[key]
     finally:
         Container.resolve_parse_tree = find  # type: ignore[method-assign]
-    if cost > _MAX_COST:
-        shown = value if len(value) < 100 else f"{value[:100]}..."
-        raise ConfigCompositionException(
-            f"{place} is {shown}, whose interpolations stand for too many values or characters: write the value itself."
-        )
+    return cost > _MAX_COST

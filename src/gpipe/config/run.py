@@ -108,12 +108,8 @@ class RunConfig(Section):
                 f"launch.num_replicas={replicas}, whose layers exchange statistics: set one of the three."
             )
         for name in ("compile", "cuda_graphs"):
-            require(
-                not (self.launch.device_threads and getattr(self.trainer, name)),
-                "launch.device_threads",
-                "true",
-                f"false with trainer.{name}=true",
-            )
+            fits = not (self.launch.device_threads and getattr(self.trainer, name))
+            require(fits, "launch.device_threads", "true", f"false with trainer.{name}=true")
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas
         if processes not in (1, expected):
@@ -185,17 +181,11 @@ def _register_parts() -> None:
     store.store(
         group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.programs.sweep.SweepEnd"}}
     )
-    # Cached: the jobs of a sweep get the values that the sweep has.
-    OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("command_words", command_words, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("quotient", quotient, replace=True)
-    OmegaConf.register_new_resolver("by_size", by_size, replace=True)
-    OmegaConf.register_new_resolver("gpus_of_job", gpus_of_job, replace=True)
-    OmegaConf.register_new_resolver("by_name", by_name, replace=True)
-    OmegaConf.register_new_resolver("statistics_weight", statistics_weight, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    for resolver in (quotient, by_size, by_name, gpus_of_job, statistics_weight, job_folder):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    for cached in (date_folder, sweep_id, command_words):  # a sweep's jobs get the values that the sweep has
+        OmegaConf.register_new_resolver(cached.__name__, cached, use_cache=True, replace=True)
 
 
 def quotient(total: int | None, part: int | None) -> int:
