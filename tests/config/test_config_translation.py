@@ -39,24 +39,10 @@ def test_every_size_of_section_5_is_a_choice_and_builds() -> None:
             translation_transformer(**options, tied=model.tied.value, vocabulary_size=10)
 
 
-@pytest.mark.parametrize("tie", ["none", "inputs", "output", "all"])
-def test_every_tie_is_a_name(tie: str) -> None:
-    assert model_of("model=translation_small", f"model.tied={tie}").tied.value == tie
-
-
-def test_null_is_no_limit() -> None:
-    assert model_of("model=translation_small", "model.logit_limit=null").logit_limit is None
-
-
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("num_layers=0", "model.num_layers is 0, expected 1 or more"),
-        ("feedforward_size=0", "model.feedforward_size is 0, expected 1 or more"),
-        ("num_heads=0", "model.num_heads is 0, expected 1 or more"),
         ("model_size=127", "model.model_size is 127, expected an even number"),
-        ("head_size=0", "model.head_size is 0, expected 1 or more"),
-        ("dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
         ("logit_limit=0", "model.logit_limit is 0.0, expected a number above 0, or null"),
         ("tied=both", "Invalid value 'both'"),
         ("num_filters=3", "num_filters"),

@@ -80,8 +80,7 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("deterministic", ["true", "false"])
+@pytest.mark.parametrize(("deterministic", "precision"), [("true", "highest"), ("false", "high")])
 def test_seconds_are_measured_with_the_kernels_of_the_run(deterministic: str, precision: str) -> None:
     kernels = (f"trainer.deterministic={deterministic}", f"trainer.float32_matmul_precision={precision}")
     run = run_of(*kernels, "model.num_layers=3")
