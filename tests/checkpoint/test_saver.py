@@ -159,11 +159,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, trained: Small
         trained.save(tmp_path / "checkpoints", POSITION)
 
 
-def test_keeping_no_checkpoint_is_refused(tmp_path: Path, trained: SmallRun) -> None:
-    with pytest.raises(ValueError, match="keep is 0"):
-        trained.save(tmp_path, POSITION, keep=0)
-
-
 def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +189,7 @@ def test_an_abandoned_save_changes_nothing(tmp_path: Path, gate: Gate, monkeypat
     saver.abandon()
     assert not path.exists() and find_latest(tmp_path) is None
     gate.open.set()
-    Saver(tmp_path, run.pipeline)
+    rehearse(run, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

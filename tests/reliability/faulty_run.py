@@ -123,16 +123,16 @@ def in_save(action: Callable[[], None]) -> None:
     os.fsync = fsync
 
 
-def before_save(checkpoints: Any, folder: Path) -> None:
+def before_save(saver: Any, folder: Path) -> None:
     """Note when the first checkpoint is begun, on a disk that is full already."""
-    save = checkpoints.save
+    save = saver.save
 
     def noted(*args: Any, **settings: Any) -> None:
         if not (folder / "damage").exists():
             (folder / "damage").write_text(repr(time.time()))
         save(*args, **settings)
 
-    checkpoints.save = noted
+    saver.save = noted
 
 
 def train(place: Place, folder: Path, *args: Any) -> None:
@@ -170,7 +170,7 @@ def _plant(place: str, action: str, folder: Path) -> None:
             bytes_left = 100 if trainer.pipeline.is_first else 2000  # the first process keeps the log
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
         elif action == "note":
-            before_save(trainer._checkpoints, folder)
+            before_save(trainer._saver, folder)
         elif place == "save":
             in_save(act)
         return trainer

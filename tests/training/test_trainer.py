@@ -492,7 +492,7 @@ def test_a_run_that_resumes_from_another_has_a_best_checkpoint_of_its_own(tmp_pa
     first.train()
     first._totals.least_loss = {"loss": 0.0, "step": 1}  # a loss that the other run does not reach
     first._save()
-    first._checkpoints.finish()
+    first._saver.wait()
     second = small_trainer(tmp_path / "second", num_epochs=first.num_epochs + 1)
     assert second.resume(find_latest(tmp_path / "first" / "checkpoints"))
     second.train()

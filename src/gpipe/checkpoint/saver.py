@@ -25,47 +25,62 @@ class Saver:
     """Saves checkpoints of a pipeline as `folder/step-<step>`; every process creates one and calls the same methods.
 
     Args:
-        folder: a folder that all processes see; it is created, and what interrupted saves have left in it is removed.
+        folder: a folder that all processes see. The first save or rehearsal creates it, and removes what interrupted
+            saves have left in it.
         pipeline: the pipeline whose processes save together.
         keep: the number of newest checkpoints to keep, besides the best.
 
-    Raises:
-        ValueError: keep is not positive, or the replicas shard their weights.
-        CheckpointError: the folder cannot be created.
+    Attributes:
+        saved_step: the step of the folder's newest checkpoint; None if that is unknown.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, *, keep: int = 3) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept.")
-        if pipeline.shards_replicas:
-            raise ValueError(
-                "shard_replicas is True, but a checkpoint has whole weights: save the parts with "
-                "torch.distributed.checkpoint, or set shard_replicas=False."
-            )
+        self.saved_step: int | None = None
         self._folder, self._pipeline, self._keep = folder, pipeline, keep
         self._snapshot = Snapshot(pipeline.partitions)
         self._writer: Writer | None = None
         self._partial: Path | None = None
         self._num_saves = 0
         self._own: OwnFolder | None = None
+        self._token = ""
         self._leads = pipeline.is_first
         self._writes = pipeline.job.replica_index == 0
-        if self._writes:
+        self._process = min(pipeline.stages)
+        self._processes: list[int] = []
+
+    def _open(self) -> None:
+        """Prepare the folder before the first save.
+
+        Raises:
+            ValueError: the replicas shard their weights.
+            CheckpointError: the folder cannot be created.
+        """
+        if self._pipeline.shards_replicas:
+            raise ValueError(
+                "shard_replicas is True, but a checkpoint has whole weights: save the parts with "
+                "torch.distributed.checkpoint, or set shard_replicas=False."
+            )
+        if self._writes and not self._token:
             self._lead(self._clean)
             # No other process, not even one of this run that was believed dead, writes to a folder of this name.
-            self._token: str = pipeline.job.gather(secrets.token_hex(4))[0]
-            self._process = min(pipeline.stages)
-            self._processes: list[int] = pipeline.job.gather(self._process)
+            self._token = self._pipeline.job.gather(secrets.token_hex(4))[0]
+            self._processes = self._pipeline.job.gather(self._process)
 
     def rehearse(self, content: Content) -> None:
         """Do what `save` does, but without the tensors' values, and leave nothing behind.
 
         Raises:
+            ValueError: the replicas shard their weights.
             CheckpointError: on every process that writes, if one of them could not save.
         """
-        if not self._writes:
-            content.share()
-            return
+        with self._pipeline.job.activity.doing("rehearsing a save"):
+            self._open()
+            if self._writes:
+                self._rehearse(content)
+            else:
+                content.share()
+
+    def _rehearse(self, content: Content) -> None:
         partial = self._name_partial(content)
         try:
             self._lead(partial.mkdir)
@@ -89,10 +104,17 @@ class Saver:
         Raises:
             CheckpointError: on every process that writes, if one of them failed in this save or the one before.
         """
-        path = self._folder / name_step(content.position.step)
-        if not self._writes:
-            content.share()
-            return path
+        self.saved_step = content.position.step
+        path = self._folder / name_step(self.saved_step)
+        with self._pipeline.job.activity.doing(f"saving after step {self.saved_step}"):
+            self._open()
+            if self._writes:
+                self._save(content, path, is_best=is_best)
+            else:
+                content.share()
+        return path
+
+    def _save(self, content: Content, path: Path, *, is_best: bool) -> None:
         self.wait()
         self._num_saves += 1
         self._partial = partial = self._name_partial(content)
@@ -108,7 +130,6 @@ class Saver:
         self._writer = Writer(
             self._snapshot, partial, self._process, self._pipeline, finish if self._leads else None, self._processes
         )
-        return path
 
     def wait_until_copied(self) -> None:
         """Wait until the tensors may change; each process calls it before it updates them."""

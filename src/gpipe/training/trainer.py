@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.manifest import Manifest, Position
+from gpipe.checkpoint.read import load_checkpoint, load_weights
+from gpipe.checkpoint.saver import Saver
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
@@ -23,13 +26,13 @@ from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandon
 from gpipe.pipeline.microbatch import Payload, find_batch_size
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoints import Checkpoints
+from gpipe.training.checkpoints import get_tensors, load_newest, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.endings import Stopped, explain_non_finite, explain_non_finite_evaluation
 from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate_on_all
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
-from gpipe.training.optimizers import set_learning_rate
+from gpipe.training.optimizers import named_parameters_of, set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
 from gpipe.training.statistics import estimate_statistics
 from gpipe.training.summary import StepSpeed, Summary, Totals
@@ -154,21 +157,15 @@ class Trainer:
                 raise ValueError(f"{name} has 0 mini-batches, expected 1 or more: check its data and its batch size.")
         if self.checkpoint_folder is not None:
             self.checkpoint_folder = Path(self.checkpoint_folder)
+            named_parameters_of(self.optimizer)  # by which its state is saved
         self._epoch, self._batch, self._totals = 0, 0, Totals()
         self._seed = self.pipeline.seed if self.seed is None else self.seed
         self._tracker = self.tracker or Tracker(Path(), enabled=False)
         job = self.pipeline.job
         is_main = job.process == 0 and job.replica_index == 0
         self._progress = self.progress or Progress(self.num_steps, self.num_epochs, enabled=is_main)
-        self._checkpoints = Checkpoints(
-            self.checkpoint_folder,
-            self.pipeline,
-            self.optimizer,
-            self.ema,
-            keep=self.keep_checkpoints,
-            config=self.config,
-            say=self._progress.message,
-        )
+        self._saves = self.checkpoint_folder is not None and self.keep_checkpoints is not None
+        self._saver = Saver(self.checkpoint_folder or Path(), self.pipeline, keep=self.keep_checkpoints or 1)
 
     @property
     def num_steps(self) -> int:
@@ -176,8 +173,20 @@ class Trainer:
         return min(self.num_epochs * len(self.train_loader), self.max_steps or sys.maxsize)
 
     @property
-    def _position(self) -> Position:
-        return Position(self.pipeline.step, self._epoch, self._batch, self._seed)
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return get_tensors(self.pipeline, self.ema)
+
+    @property
+    def _content(self) -> Content:
+        """What a checkpoint has now."""
+        self._totals.scaler = None if self.scaler is None else self.scaler.state_dict()
+        return Content(
+            Position(self.pipeline.step, self._epoch, self._batch, self._seed),
+            self._tensors,
+            wrap_optimizer(self.optimizer),
+            config=self.config,
+            results=self._totals.resumable(),
+        )
 
     @property
     def _is_done(self) -> bool:
@@ -191,7 +200,7 @@ class Trainer:
 
     @property
     def _is_saved(self) -> bool:
-        return self._checkpoints.saved_step == self.pipeline.step
+        return self._saver.saved_step == self.pipeline.step
 
     def resume(self, path: Path | None = None) -> bool:
         """Resume from a checkpoint, or from the newest good one in `checkpoint_folder`; return whether there is one.
@@ -202,9 +211,13 @@ class Trainer:
             CheckpointError: the checkpoint, or each in the folder, is damaged, or belongs to another model.
             ValueError: it has another seed or number of mini-batches per epoch.
         """
+
+        def load(path: Path) -> Manifest:
+            return load_checkpoint(path, self.pipeline, self._tensors, wrap_optimizer(self.optimizer))
+
         if path is not None:
-            manifest = self._checkpoints.load(path)
-        elif (found := self._checkpoints.load_newest()) is not None:
+            manifest = load(path)
+        elif (found := load_newest(self.checkpoint_folder, load, self._progress.message)) is not None:
             path, manifest = found
         else:
             return False
@@ -218,7 +231,9 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resume(manifest.results, [*self.evaluation_loaders])
-        if path.parent != self.checkpoint_folder:
+        if path.parent == self.checkpoint_folder:
+            self._saver.saved_step = position.step
+        else:
             self._totals.forget_evaluations()  # they, and the checkpoint with the lowest loss, are another run's
         if self.scaler is not None and self._totals.scaler is not None:
             self.scaler.load_state_dict(self._totals.scaler)
@@ -233,7 +248,8 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
-        self._checkpoints.load_weights(path, replaced)
+        model, names = self.config.get("model"), self.config.get("model_names")
+        load_weights(path, self.pipeline, self._tensors, replaced=replaced, settings=model, model_names=names)
 
     def train(self) -> Summary:
         """Train to the end and return a summary; an error in the pipeline leaves nothing half updated.
@@ -252,22 +268,22 @@ class Trainer:
             )
         try:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
-            if not self._is_done:
-                self._checkpoints.rehearse(self._position, self._resumable())
+            if self._saves and not self._is_done:
+                self._saver.rehearse(self._content)
             with self._progress:
                 if self._is_done and self._evaluates_at_end and self._totals.evaluated_step != self.pipeline.step:
                     self._evaluate()  # an earlier session ended there because a loss was not finite
                 while not self._is_done:
                     self._train_epoch()
                 self._warn_of_old_checkpoints()
-            self._checkpoints.finish()
+            self._saver.wait()
         except Stopped:
             self._close_loaders()
             raise
         except BaseException as error:
             # The other stages would wait for this one, after a broken image for example. All may raise CheckpointError.
             self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
-            self._checkpoints.abandon()
+            self._saver.abandon()
             raise  # without closing loaders, whose processes may hang: they exit with this process
         self._close_loaders()
         peaks = [peak for peak in self.pipeline.job.gather(self._totals.peak_memory_bytes) if peak is not None]
@@ -281,7 +297,7 @@ class Trainer:
 
     def _warn_of_old_checkpoints(self) -> None:
         """Warn if training has ended unsaved in a folder whose checkpoints could be taken for its outcome."""
-        saved_step = self._checkpoints.saved_step
+        saved_step = self._saver.saved_step
         if saved_step is not None and not self._is_saved:
             self._progress.message(
                 f"warning: training ended after step {self.pipeline.step}, but the newest checkpoint in "
@@ -373,7 +389,7 @@ class Trainer:
             return values, report
         if report.gradient_norm is not None:
             values["gradient_norm"] = report.gradient_norm
-        self._checkpoints.wait_until_copied()
+        self._saver.wait_until_copied()
         self.optimizer.step()
         if self.ema is not None:
             num_skipped = self._totals.num_skipped_steps + (self.scaler.num_skipped if self.scaler is not None else 0)
@@ -382,7 +398,7 @@ class Trainer:
 
     def _note(self, targets: Any) -> dict[str, Any]:
         """Return what this process sends to all others at the end of a step."""
-        stop, save = self.asked_to_stop(), self._checkpoints.status()
+        stop, save = self.asked_to_stop(), self._saver.status()
         sizes = [0, 0]
         if self.pipeline.is_last:
             sizes = [find_batch_size(targets, "targets"), round(self.count_targets(targets))]
@@ -400,7 +416,7 @@ class Trainer:
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
         self._save()
-        self._checkpoints.finish()
+        self._saver.wait()
         raise explain_non_finite(error, place, skipped=skipped, is_saved=self._is_saved) from None
 
     def _stop_if_asked(self, reasons: Sequence[str | None]) -> None:
@@ -410,8 +426,8 @@ class Trainer:
             return
         if self.pipeline.step > 0:
             self._save()
-        self._checkpoints.finish()
-        raise Stopped(reason, self.pipeline.step, saved_step=self._checkpoints.saved_step)
+        self._saver.wait()
+        raise Stopped(reason, self.pipeline.step, saved_step=self._saver.saved_step)
 
     def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` includes the wait for data."""
@@ -446,7 +462,7 @@ class Trainer:
         In this order, a checkpoint at the end of an epoch has its evaluation, and a resumed run need not repeat it.
         `saves` are all processes' statuses of the save under way.
         """
-        self._checkpoints.check(saves)
+        self._saver.check(saves)
         step, every_epochs, every_steps = self.pipeline.step, self.evaluate_every_epochs, self.evaluate_every_steps
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
@@ -493,25 +509,22 @@ class Trainer:
             for metric, value in metrics.items():
                 if metric.endswith("loss") and not math.isfinite(value):
                     self._save()
-                    self._checkpoints.finish()
+                    self._saver.wait()
                     step, what = self.pipeline.step, f"{metric} on {name}"
                     raise explain_non_finite_evaluation(what, value, step, is_saved=self._is_saved)
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
             return
-        self._checkpoints.wait_until_copied()  # after a skipped step, a save may still be copying the averages
+        self._saver.wait_until_copied()  # after a skipped step, a save may still be copying the averages
         self.statistics_loader.set_epoch(self._epoch)
         with self.autocast():
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
 
     def _save(self) -> None:
         is_best = self._totals.note_save(self.pipeline.step)
-        self._checkpoints.save(self._position, self._resumable(), is_best=is_best)
-
-    def _resumable(self) -> dict[str, Any]:
-        self._totals.scaler = None if self.scaler is None else self.scaler.state_dict()
-        return self._totals.resumable()
+        if self._saves and not self._is_saved:
+            self._saver.save(self._content, is_best=is_best)
 
 
 def _is_due(count: int, every: int | None) -> bool:

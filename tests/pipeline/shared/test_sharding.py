@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import gpipe
+from gpipe.checkpoint.content import Content
+from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.schedule_choice import SPLIT_SCHEDULES
 from tests.support.gate import Gate
@@ -348,7 +350,7 @@ def refuse(rank: int) -> dict[str, str]:
         "hooked": said(make, hooked),
         "sharded": said(make, sharded),
         "compile": said(pipeline.compile),
-        "save": said(Saver, Path("nowhere"), pipeline),
+        "save": said(Saver(Path("nowhere"), pipeline).rehearse, Content(Position(0, 0, 0, 0), {})),
         "late": said(add_a_parameter, pipeline),
     }
 
