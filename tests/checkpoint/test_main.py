@@ -145,7 +145,7 @@ def test_each_damaged_file_is_named(checkpoint: Path, capsys: pytest.CaptureFixt
         file.write(b"\0")
     assert main(["verify", str(checkpoint)]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert "ema-0.safetensors is missing" in first and "weights-2.safetensors has" in second
+    assert "ema-0.safetensors is missing" in first and "weights-2.safetensors does not match" in second
 
 
 def test_the_description_has_step_settings_layers_and_sizes(

@@ -44,7 +44,7 @@ class Gate:
             self.reached.set()
             while not self.open.wait(0.01):
                 if not self.hangs and not go_on():
-                    raise InterruptedError
+                    raise CheckpointError("no longer needed")
             return write(image, path, go_on)
 
         patch.setattr(FileImage, "write", waiting_write)

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.durable_files import replacing
 
 _ALIGNMENT = 8
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
@@ -127,33 +128,27 @@ class FileImage:
         """Write the file and flush it to the disk.
 
         Args:
-            path: the file, which must not exist.
+            path: the file, which appears when it is complete.
             go_on: called before each chunk; if it returns False, writing stops.
 
         Returns:
             The manifest's entry as JSON: the size, and the SHA-256 of what was meant to be written.
 
         Raises:
-            InterruptedError: `go_on` returned False.
+            CheckpointError: `go_on` returned False.
         """
         digest = hashlib.sha256()
         data: Any = self._data.numpy().data
         chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
-        try:
-            with path.open("xb") as file:
-                for number, part in enumerate(chain((self._header,), chunks), 1):
-                    if not go_on():
-                        raise InterruptedError(f"{path} is no longer needed")
-                    file.write(part)
-                    digest.update(part)
-                    if number % _FLUSH_CHUNKS == 0:
-                        _flush(file)
-                _flush(file)
-        except OSError as error:
-            if error.filename is not None or error.errno is None:
-                raise
-            # For a full disk, for example, the operating system does not name the file.
-            raise type(error)(error.errno, error.strerror, str(path)) from None
+        with replacing(path) as partial, partial.open("wb") as file:
+            for number, part in enumerate(chain((self._header,), chunks), 1):
+                if not go_on():
+                    raise CheckpointError(f"{path} is no longer needed")
+                file.write(part)
+                digest.update(part)
+                if number % _FLUSH_CHUNKS == 0:
+                    file.flush()
+                    os.fsync(file.fileno())
         return {"size": len(self._header) + len(data), "sha256": digest.hexdigest()}
 
 
@@ -175,11 +170,6 @@ def _make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, starts
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
@@ -206,18 +196,12 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def check_header(path: Path, expected: Mapping[str, TensorSpec]) -> None:
     """Compare a file's header with the tensors that it should have; safetensors compares it with the file's size."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = set(file.keys())
-            for name in sorted(names ^ expected.keys()):
-                raise ValueError(f"{name} is {'missing' if name in expected else 'not listed'}")
-            for name, spec in expected.items():
-                found = file.get_slice(name)
-                if found.get_dtype() != _NAMES[spec.dtype] or tuple(found.get_shape()) != spec.shape:
-                    raise ValueError(f"{name} is not {spec}")
-    except (ValueError, SafetensorError) as error:
-        fault = shorten(str(error), 300)
-        raise DamagedCheckpoint(f"{path} disagrees with its manifest ({fault}): choose another.") from None
+    found = read_specs(path)
+    for name in sorted({*found, *expected}):
+        here, there = (str(specs.get(name, "absent")) for specs in (found, expected))
+        if here != there:
+            fault = shorten(f"{name} is {here}, expected {there}", 300)
+            raise DamagedCheckpoint(f"{path} disagrees with its manifest ({fault}): choose another.")
 
 
 def shorten(text: str, length: int) -> str:

@@ -167,9 +167,7 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
         image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as partial:
-        partial.unlink(missing_ok=True)  # left by an export that was killed
-        image.write(partial)
+    image.write(output)
     if copied is not None:
         with replacing(copied) as partial:
             shutil.copyfile(beside, partial)

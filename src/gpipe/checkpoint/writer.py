@@ -174,11 +174,11 @@ class Writer:
         """Wait a moment.
 
         Raises:
-            InterruptedError: the checkpoint is no longer needed.
+            CheckpointError: the checkpoint is no longer needed.
         """
         self._last_sign = time.monotonic()
         if self._given_up.wait(_POLL_SECONDS):
-            raise InterruptedError(f"{self._partial} is no longer needed")
+            raise CheckpointError(f"{self._partial} is no longer needed")
 
 
 def write_part(partial: Path, process: int, part: Mapping[str, Any]) -> None:
