@@ -27,7 +27,6 @@ NOW, BEFORE, NEVER = {"evaluated_step": 9}, {"evaluated_step": 5}, {"evaluated_s
     ("manifest", "averages", "weights"),
     [
         (manifest_of({}, NOW), None, None),
-        (manifest_of({}, {}), None, None),  # of a version that did not remember
         (manifest_of({}, BEFORE), "saved 4 steps after its last evaluation", "saved 4 steps after its last evaluation"),
         (manifest_of({}, NEVER), "saved without an evaluation", "saved without an evaluation"),
         (manifest_of({"raw": False}, NOW), None, "evaluated with trainer.evaluation.raw=false"),

@@ -178,11 +178,6 @@ def test_the_learning_rate_reaches_every_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.025]
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="'adam', which is unknown: choose one of adafactor, adamw, rmsprop, sgd"):
-        build_optimizer("adam", [], 0.1)
-
-
 def test_an_optimizer_without_names_is_refused() -> None:
     optimizer = torch.optim.SGD(small_layers().parameters(), lr=0.1)
     with pytest.raises(TypeError, match="does not know its parameters' names"):

@@ -79,11 +79,6 @@ def test_without_a_limit_nothing_counts_as_clipped() -> None:
     assert "clipped" not in TokenLoss()(*batch([2]))[1]
 
 
-def test_wrong_smoothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"label_smoothing is 1\.0"):
-        TokenLoss(1.0)
-
-
 def test_metrics_count_each_token_of_a_language_once_and_each_language_alike() -> None:
     metrics = TokenMetrics(["de", "fr", "sw"])
     parts: dict[int, list[tuple[Tensor, int]]] = {0: [], 1: []}

@@ -509,12 +509,3 @@ def test_a_run_that_resumes_from_another_tells_of_its_own_evaluations_alone(tmp_
     assert (summary.top1, summary.best_top1) == (None, None)
     again = small_trainer(tmp_path / "second", **silent)
     assert again.resume() and again.train().evaluation == {}
-
-
-def test_the_totals_of_an_earlier_version_have_saved_their_least_loss() -> None:
-    results = Totals(least_loss={"loss": 1.5, "step": 4}, evaluated_step=4).resumable()
-    del results["least_saved_loss"]
-    totals = Totals.resume(results)
-    for loss, is_best in ((1.75, False), (1.25, True)):
-        totals.add_evaluation({"test": {"loss": loss}}, 8)
-        assert totals.note_save(8) is is_best

@@ -10,8 +10,6 @@ from gpipe.checkpoint.manifest import Manifest
 def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -> str | None:
     """Say that a checkpoint's batch norms have moving averages, which lag behind the weights.
 
-    Checkpoints of versions that did not record the last evaluation count as evaluated.
-
     Args:
         checkpoint: its folder.
         manifest: its manifest.
@@ -26,7 +24,7 @@ def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -
     if settings.get("statistics_batches") is None or not any(name.endswith(".running_mean") for name in names):
         return None
     step = manifest.position.step
-    found: int | None = manifest.results.get("evaluated_step", step)
+    found: int | None = manifest.results.get("evaluated_step")
     lag = "have moving averages, which lag behind the weights, so figures may be far off"
     if found != step:
         since = "without an evaluation" if found is None else f"{step - found} steps after its last evaluation"

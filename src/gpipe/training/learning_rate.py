@@ -23,13 +23,9 @@ def exponential(base: float, *, decay_rate: float, decay_steps: int, warm_up_ste
         raise ValueError(
             f"schedule.decay_epochs gives {decay_steps} steps per stair, but a stair needs at least 1: raise it."
         )
-
-    def rate(step: int) -> float:
-        if step < warm_up_steps:
-            return base * _warm_up(step, warm_up_steps)
-        return float(base * decay_rate ** (step // decay_steps))
-
-    return rate
+    return lambda step: (
+        base * (_warm_up(step, warm_up_steps) if step < warm_up_steps else decay_rate ** (step // decay_steps))
+    )
 
 
 def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float = 0.0) -> Schedule:
@@ -81,11 +77,7 @@ def build_schedule(
         return cosine(base, num_steps=num_steps, warm_up_steps=warm_up_steps)
     if name == "inverse_square_root":
         return inverse_square_root(base, warm_up_steps=warm_up_steps)
-    if name == "constant":
-        return constant(base, warm_up_steps=warm_up_steps)
-    raise ValueError(
-        f"schedule.name is {name!r}, which is unknown: choose exponential, cosine, inverse_square_root or constant."
-    )
+    return constant(base, warm_up_steps=warm_up_steps)
 
 
 def _warm_up(step: int, warm_up_steps: int) -> float:

@@ -15,9 +15,6 @@ class _HeadsLoss(ABC):
     """The loss of the logits, plus a share of the auxiliary head's loss if the model has such a head."""
 
     def __init__(self, label_smoothing: float = 0.0, auxiliary_weight: float = 0.0) -> None:
-        _check_smoothing(label_smoothing)
-        if auxiliary_weight < 0.0:
-            raise ValueError(f"auxiliary_weight is {auxiliary_weight}, but a weight must be 0 or more.")
         self.label_smoothing = label_smoothing
         self.auxiliary_weight = auxiliary_weight
 
@@ -96,7 +93,6 @@ class TokenLoss:
         logit_limit: float | None = None,
         soft: bool = False,
     ) -> None:
-        _check_smoothing(label_smoothing)
         self.label_smoothing = label_smoothing
         self.padding_index = padding_index
         self._limit = logit_limit if logit_limit is None or not soft else logit_limit * math.tanh(1.0)
@@ -124,11 +120,6 @@ class TokenLoss:
         if found.num_at_limit is not None:
             metrics["clipped"] = average(found.num_at_limit) / logits.shape[-1]
         return average(found.losses), metrics
-
-
-def _check_smoothing(label_smoothing: float) -> None:
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}, but it must be at least 0 and less than 1.")
 
 
 def count_tokens(targets: Mapping[str, Tensor], padding_index: int = 1) -> int:

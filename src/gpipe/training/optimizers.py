@@ -27,9 +27,9 @@ def rmsprop(
 
     The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
     """
-    groups = _decay_groups(named_parameters, weight_decay)
+    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
     for group in groups:  # not an argument, because timm before 1.0.31 lacks it and updates parameter by parameter
-        group["foreach"] = _are_on_gpus(groups, on_gpus)
+        group["foreach"] = at_once
     return RMSpropTF(groups, lr=lr, alpha=decay, eps=epsilon, momentum=momentum)
 
 
@@ -42,9 +42,8 @@ def sgd(
     on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0); fused on GPUs."""
-    groups = _decay_groups(named_parameters, weight_decay)
-    fused = _are_on_gpus(groups, on_gpus)
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=fused)
+    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=at_once)
 
 
 def adamw(
@@ -58,8 +57,8 @@ def adamw(
     on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build Adam with decoupled weight decay; fused on GPUs."""
-    groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=_are_on_gpus(groups, on_gpus))
+    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=at_once)
 
 
 def adafactor(
@@ -74,29 +73,18 @@ def adafactor(
 ) -> torch.optim.Optimizer:
     """Build Adafactor (Shazeer and Stern 2018), which keeps a row and a column of mean squares for each kernel.
 
-    The step size is min(lr, 1 / sqrt(steps)) x max(epsilon, root mean square of the parameter).
-
-    Args:
-        named_parameters: (name, parameter) pairs.
-        lr: the largest relative step size.
-        decay: the exponent of the mean squares' decay.
-        epsilon: the smallest scale of a parameter.
-        clip_threshold: an update with a larger root mean square is scaled down to it.
-        weight_decay: the decay of kernels.
-        on_gpus: as in `build_optimizer`; without it, torch updates parameter by parameter even on GPUs.
+    The step size is min(lr, 1 / sqrt(steps)) x max(epsilon, root mean square of the parameter). `decay` is the exponent
+    of the mean squares' decay. An update with a root mean square above `clip_threshold` is scaled down to it.
     """
-    groups = _decay_groups(named_parameters, weight_decay)
-    foreach = _are_on_gpus(groups, on_gpus)
+    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
+    # Without `foreach`, torch updates parameter by parameter even on GPUs.
     return torch.optim.Adafactor(
-        groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold, foreach=foreach
+        groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold, foreach=at_once
     )
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "rmsprop": rmsprop,
-    "sgd": sgd,
-    "adamw": adamw,
-    "adafactor": adafactor,
+    make.__name__: make for make in (rmsprop, sgd, adamw, adafactor)
 }
 
 
@@ -113,35 +101,27 @@ def build_optimizer(
         lr: the learning rate.
         on_gpus: whether to update all parameters with few kernels, as on GPUs; None does if they are on GPUs.
         settings: the function's other keyword arguments.
-
-    Raises:
-        ValueError: the name is unknown.
     """
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer.name is {name!r}, which is unknown: choose one of {', '.join(sorted(OPTIMIZERS))}."
-        )
     return OPTIMIZERS[name](named_parameters, lr, on_gpus=on_gpus, **settings)
 
 
-def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters into kernels, which decay, and one-dimensional biases and norms, which do not."""
+def _make_groups(
+    named_parameters: NamedParameters, weight_decay: float, on_gpus: bool | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """Split parameters into kernels, which decay, and one-dimensional biases and norms, which do not.
+
+    Also return whether to update all at once: `on_gpus` or, if it is None, whether all are on GPUs.
+    """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]
     others = [(name, parameter) for name, parameter in trained if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
         {"params": part, "weight_decay": decay} for part, decay in ((kernels, weight_decay), (others, 0.0)) if part
     ]
+    if on_gpus is None:
+        on_gpus = bool(trained) and all(parameter.is_cuda for _, parameter in trained)
     # torch refuses an empty list, and an empty group beside others; a stage without parameters still has an optimiser.
-    return groups or [{"params": [], "weight_decay": 0.0}]
-
-
-def _are_on_gpus(groups: list[dict[str, Any]], given: bool | None) -> bool:
-    """Return the given value or, if it is None, whether all parameters are on GPUs."""
-    if given is not None:
-        return given
-    parameters = [parameter for group in groups for _, parameter in group["params"]]
-    return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
+    return groups or [{"params": [], "weight_decay": 0.0}], on_gpus
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

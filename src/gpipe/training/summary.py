@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _MOST_TIMED = 10_000  # of a long training, only this many of the last steps
+# Totals that are in the summary as they are.
+_SUMMARIZED = (
+    "seconds", "best_top1", "bubble", "wait_seconds", "num_replaced", "evaluation", "least_loss", "num_skipped_steps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,8 @@ class Totals:
 
     def resumable(self) -> dict[str, Any]:
         """Return the figures that a resumed run continues, as JSON."""
-        names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
-        own = {
-            name: getattr(self, name) for name in (*names, "num_skipped_steps", "evaluated_step", "least_saved_loss")
-        }
-        return own if self.scaler is None else own | {"scaler": self.scaler}
+        left_out = {"bubble", "peak_memory_bytes", "speeds"} | ({"scaler"} if self.scaler is None else set())
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     @classmethod
     def resume(cls, results: Mapping[str, Any], sets: Sequence[str] = ()) -> "Totals":
@@ -108,16 +109,14 @@ class Totals:
         Raises:
             ValueError: the results are anything else.
         """
-        # Those of an earlier version lack the step of the last evaluation and the lowest saved loss.
-        if {*results} - {"scaler"} | {"evaluated_step", "least_saved_loss"} != {*cls().resumable()}:
+        if {*results} - {"scaler"} != {*cls().resumable()}:
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
                 f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."
             )
         evaluation = results["evaluation"]  # in alphabetical order, because a manifest is sorted
         ordered = {name: evaluation[name] for name in (*sets, *evaluation) if name in evaluation}
-        least_saved_loss = results.get("least_saved_loss", results["least_loss"].get("loss"))
-        return cls(**{**results, "evaluation": ordered, "least_saved_loss": least_saved_loss})
+        return cls(**{**results, "evaluation": ordered})
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""
@@ -157,22 +156,15 @@ class Totals:
         return Summary(
             num_steps=num_steps,
             num_epochs=num_epochs,
-            seconds=self.seconds,
             top1=self.first("top1"),
             top5=self.first("top5"),
-            best_top1=self.best_top1,
             examples=examples,
             examples_per_second=_median(speed.num_examples / speed.seconds for speed in timed),
             tokens_per_second=_median(speed.num_targets / speed.seconds for speed in timed) if has_tokens else None,
             step_seconds=_median(speed.seconds - speed.wait_seconds for speed in timed),
             num_timed_steps=len(timed),
             peak_memory_bytes=peak_memory_bytes,
-            bubble=self.bubble,
-            wait_seconds=self.wait_seconds,
-            num_replaced=self.num_replaced,
-            evaluation=self.evaluation,
-            least_loss=self.least_loss,
-            num_skipped_steps=self.num_skipped_steps,
+            **{name: getattr(self, name) for name in _SUMMARIZED},
         )
 
 
