@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe.launch import devices, processes
+from gpipe.launch import agent, devices, processes
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_running, note_place, pids, two
 from tests.support.program_server import TORCHRUN, run_program
@@ -119,8 +119,9 @@ def test_torchruns_processes_are_adopted_and_share_the_first_ones_folder(tmp_pat
     ],
 )
 def test_one_failing_process_ends_all_with_one_message(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str, message: str
 ) -> None:
+    monkeypatch.setattr(agent, "_REPORT_SECONDS", 1.0)
     begin = time.monotonic()
     with pytest.raises(SystemExit) as end:
         run(fail, two(tmp_path), how)

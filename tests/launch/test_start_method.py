@@ -38,5 +38,5 @@ def test_processes_start_below_a_folder_of_any_length(tmp_path: Path, monkeypatc
     (temporary := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("VARIABLE", "")
-    run(note_origin, two(tmp_path, modules=("colorsys",)))
-    assert json.loads((tmp_path / "1.json").read_text())["parent"] == os.getpid()
+    run(note_origin, two(tmp_path, num_stages=1, num_processes=1, max_restarts=1))
+    assert json.loads((tmp_path / "0.json").read_text())["parent"] == os.getpid()

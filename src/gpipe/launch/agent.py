@@ -65,7 +65,6 @@ class Agent(LocalElasticAgent):
         max_restarts: how many restarts are allowed.
         logs: a folder for the agent.
         error_file: where a process that fails writes the reason.
-        on_restart: called before each restart with the early end and the number of restarts left.
         start_method: multiprocessing's start method.
     """
 
@@ -77,7 +76,6 @@ class Agent(LocalElasticAgent):
         max_restarts: int,
         logs: Path,
         error_file: Path,
-        on_restart: Callable[[End, int], None],
         start_method: str,
     ) -> None:
         spec = WorkerSpec(
@@ -94,7 +92,7 @@ class Agent(LocalElasticAgent):
         known = signature(LocalElasticAgent.__init__).parameters
         shutdown: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs)), start_method=start_method, **shutdown)
-        self._error_file, self._on_restart = error_file, on_restart
+        self._error_file = error_file
         self._children: list[BaseProcess] = []
         self._first_end: tuple[End, float] | None = None
 
@@ -104,12 +102,9 @@ class Agent(LocalElasticAgent):
         Returns:
             What the processes returned, by rank; or, if the last try failed, how its first process ended.
         """
-        try:
-            # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
-            with environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
-                result = self.run()
-        finally:
-            self._worker_group.spec.rdzv_handler.shutdown()
+        # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
+        with environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
+            result = self.run()
         if self._first_end is not None:
             return self._first_end[0]
         for rank, failure in result.failures.items():  # it ended between two polls
@@ -118,9 +113,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._error_file.unlink(missing_ok=True)
-        before = set(active_children())
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        by_pid = {child.pid: child for child in active_children() if child not in before}
+        by_pid = {child.pid: child for child in active_children()}
         self._children = [by_pid[pids[local_rank]] for local_rank in sorted(pids)]
         self._first_end = None
         return pids
@@ -141,7 +135,9 @@ class Agent(LocalElasticAgent):
             return result
         if self._first_end is None:
             first = max(ended, key=lambda rank: self._children[rank].exitcode != 1)
-            self._first_end = self._end(first), time.monotonic()
+            child = self._children[first]
+            assert child.pid is not None and child.exitcode is not None
+            self._first_end = End(first, child.pid, child.exitcode), time.monotonic()
         seconds = _EXIT_SECONDS if self._error_file.exists() else _REPORT_SECONDS
         if len(ended) < len(self._children) and time.monotonic() - self._first_end[1] < seconds:
             return RunResult(state=WorkerState.HEALTHY)
@@ -151,16 +147,14 @@ class Agent(LocalElasticAgent):
             child.join()
         end = self._first_end[0]
         if self._remaining_restarts > 0:
-            self._on_restart(end, self._remaining_restarts - 1)
+            why = "" if end.exitcode == 1 else f"{end}; "
+            allowed = worker_group.spec.max_restarts
+            count = f"{allowed - self._remaining_restarts + 1} of launch.max_restarts={allowed}"
+            print(f"warning: {why}all processes start again (restart {count}).", file=sys.stderr, flush=True)
         return RunResult(
             state=WorkerState.FAILED,
             failures={end.rank: ProcessFailure(local_rank=end.rank, pid=end.pid, exitcode=end.exitcode, error_file="")},
         )
-
-    def _end(self, rank: int) -> End:
-        child = self._children[rank]
-        assert child.pid is not None and child.exitcode is not None
-        return End(rank, child.pid, child.exitcode)
 
 
 @contextmanager

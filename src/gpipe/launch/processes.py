@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -200,15 +199,9 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         _await_fork_server(method)
         note = Path(logs) / "stop"
         stops.listen().forward_to(note)
+        everything = function, processes, args, note
         agent = Agent(
-            _work,
-            (function, processes, args, note),
-            processes.num_processes,
-            processes.max_restarts,
-            Path(logs),
-            error_file,
-            partial(_announce_restart, processes.max_restarts),
-            method,
+            _work, everything, processes.num_processes, processes.max_restarts, Path(logs), error_file, method
         )
         try:
             end = agent.train()
@@ -228,7 +221,7 @@ def _await_fork_server(method: str) -> None:
     """Wait until the fork server has loaded, which takes seconds; exit if asked to stop meanwhile."""
     if method != "forkserver":
         return
-    copy = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+    copy = multiprocessing.get_context("forkserver").Process(daemon=True)  # which does nothing
 
     def start() -> None:
         with suppress(OSError, EOFError):  # asked to stop; or it failed, which the processes will report
@@ -241,16 +234,6 @@ def _await_fork_server(method: str) -> None:
         stops.exit_before_start(stops.find_reason())
     if copy.pid is not None:
         copy.join()
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
-    why = "" if end.exitcode == 1 else f"{end}; "
-    count = f"{max_restarts - num_left} of launch.max_restarts={max_restarts}"
-    print(f"warning: {why}all processes start again (restart {count}).", file=sys.stderr, flush=True)
 
 
 def _work(

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.rendezvous import rendezvous
 
@@ -128,47 +129,20 @@ def _find_interface(address: str | None) -> str | None:
     return None
 
 
-class OneHost(RendezvousHandler):
-    """The rendezvous of a job on one host: no other agent to wait for, and a store on the loopback interface.
+class OneHost(StaticTCPRendezvous):
+    """The rendezvous of a job on one host, with a store on the loopback interface.
 
-    torch's c10d rendezvous listens at all interfaces, and unpickles what it finds in its store.
+    torch's own store listens at all interfaces. Its c10d rendezvous also unpickles what it finds there.
     """
 
     def __init__(self) -> None:
-        self._run_id = uuid.uuid4().hex
-        self._store = serve_store(LOOPBACK)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether the processes use the agent's store, instead of starting one on all interfaces."""
-        return True
+        self._served = serve_store(LOOPBACK)
+        seconds = round(TIMEOUT.total_seconds())
+        super().__init__(LOOPBACK, self._served.port, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=seconds)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store, which stays the same after a restart, and its address."""
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "one_host"
-
-    def get_run_id(self) -> str:
-        """Return a name that is unique to this run."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """Return that it is open: it ends with the agent."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no other agent would come."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return that no other host wants to join."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Return that it is closed: the store ends with the agent."""
-        return True
+        return RendezvousInfo(self._served, 0, 1, RendezvousStoreInfo(LOOPBACK, self._served.port))
 
 
 def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
