@@ -82,7 +82,7 @@ def load_weights(
 
     def open_source() -> _Source:
         if path.is_file():
-            return _ExportedFile(path, settings, model_names or {})
+            return _ExportedFile(path, settings, model_names or {}, pipeline.num_layers)
         saved_names = _read_model_names(Manifest.read(path))
         if model_names is None or saved_names is None:
             return _Source(path, settings)
@@ -348,7 +348,9 @@ class _Source:
 class _ExportedFile(_Source):
     """A file that `export` wrote, or that has the model's own names, read like a checkpoint."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] | None, model_names: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any] | None, model_names: Mapping[str, str], num_layers: int
+    ) -> None:
         self._path, self._settings = path, settings or {}
         found = read_specs(path)
         # Names in the file, by names here.
@@ -366,19 +368,14 @@ class _ExportedFile(_Source):
                 )
             self._names = {f"layers.{name}": name for name in found}
         specs = {own: found[name] for own, name in self._names.items()}
-        self._num_layers = 1 + max(map(parse_layer, specs), default=-1)
+        num_layers = max([num_layers, *(1 + parse_layer(name) for name in specs)])  # the last may have no tensors
         entries = {name: TensorEntry(spec.dtype, spec.shape, path.name) for name, spec in specs.items()}
-        self.manifest = Manifest(Position(0, 0, 0, 0), self._num_layers, None, {}, {}, {}, {"weights": entries})
+        self.manifest = Manifest(Position(0, 0, 0, 0), num_layers, None, {}, {}, {}, {"weights": entries})
 
     def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
         """Read the tensors called `names`, by kind, to the CPU; safetensors has compared the header with the size."""
         with safe_open(self._path, framework="pt", device="cpu") as reader:
             return {kind: {name: reader.get_tensor(self._names[name]) for name in own} for kind, own in names.items()}
-
-    def refuse_num_layers(self, num_layers: int) -> None:
-        """Refuse a model with fewer layers than the file; its last layers may have no tensors."""
-        if self._num_layers > num_layers:
-            super().refuse_num_layers(num_layers)
 
 
 class _OtherCut(_Source):

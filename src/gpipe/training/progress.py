@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
@@ -68,9 +67,6 @@ class _Fitting:
                 break
             line = longer
         yield Text(line, no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(0, len("  ".join(self._figures)))
 
 
 class _FiguresColumn(ProgressColumn):

@@ -105,8 +105,6 @@ class Tracker:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which must have "step", as one line; numbers that are not finite become null."""
-        if not self._enabled:
-            return
         if "step" not in values:
             raise ValueError(f"the values {sorted(values)} lack 'step', which orders the lines: add it.")
         finite = self._write(values)
@@ -115,23 +113,17 @@ class Tracker:
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table, such as the plan, as one line {"step", name: rows}; all rows have the same keys."""
-        if not self._enabled:
-            return
         finite = self._write({"step": step, name: rows})[name]
         self._give(lambda mirror: mirror.log_table(step, name, finite))
 
     def log_outcome(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write the outcome as one line {"step", "outcome": [{"figure", "value"}, ...]}."""
-        if not self._enabled:
-            return
         rows = [{"figure": figure, "value": value} for figure, value in figures.items()]
         known = {row["figure"]: row["value"] for row in self._write({"step": step, OUTCOME: rows})[OUTCOME]}
         self._give(lambda mirror: mirror.log_outcome(step, known))
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
         """Write the path of a picture in the run's folder as one line {"step", name: path}."""
-        if not self._enabled:
-            return
         self._write({"step": step, name: str(path.relative_to(self._folder))})
         self._give(lambda mirror: mirror.log_picture(step, name, path))
 
@@ -144,7 +136,8 @@ class Tracker:
         """Append a line, and return its values."""
         finite: dict[str, Any] = jsonable(values)
         self._last_step = finite["step"]
-        self._append([finite])
+        if self._enabled:
+            self._append([finite])
         return finite
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
