@@ -13,9 +13,8 @@ threads share the host's random generators, so neither a layer nor the loss may 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -52,7 +51,7 @@ class DeviceThreads:
 
         Raises:
             PipelineError: a layer, or the loss, draws random numbers on the host.
-            Exception: the first that a task raised. No thread starts another task.
+            Exception: the first that a task raised. No thread starts another task once this one has learnt of it.
         """
         if self._has_run:
             self._run_at_once(tasks, run_task)
@@ -70,73 +69,34 @@ class DeviceThreads:
         self._has_run = True
 
     def _run_at_once(self, tasks: Sequence[Task], run_task: Callable[[Task], None]) -> None:
-        launched = _Launched()
+        launched: dict[Task, Future[None]] = {}
         settings = _ThreadSettings()
+        adopted = {device: ExitStack() for device in self._threads}
 
-        def launch(device: torch.device) -> None:
-            with launched.stopping_all(), settings.adopted(device):
-                for task in (task for task in tasks if self._devices[task.stage] == device):
-                    if not launched.await_all(dependencies(task, len(self._devices))):
-                        return
-                    run_task(task)
-                    launched.add(task)
+        def launch(task: Task) -> None:
+            for needed in dependencies(task, len(self._devices)):
+                launched[needed].result()
+            run_task(task)
 
         with phase_per_gpu(self._threads):
-            running = [thread.submit(launch, device) for device, thread in self._threads.items()]
             try:
-                wait(running)
-            except BaseException:  # a signal's
-                launched.stop()
-                wait(running)
-                raise
-        if launched.error is not None:
-            raise launched.error
+                for device, thread in self._threads.items():
+                    thread.submit(adopted[device].enter_context, settings.adopted(device)).result()
+                for task in tasks:
+                    launched[task] = self._threads[self._devices[task.stage]].submit(launch, task)
+                done, _ = wait(launched.values(), return_when=FIRST_EXCEPTION)
+            finally:  # also after a signal's error
+                for future in launched.values():
+                    future.cancel()
+                for device, thread in self._threads.items():
+                    thread.submit(adopted[device].close).result()
+        for future in done:
+            future.result()
 
     def close(self) -> None:
         """End the threads."""
         for thread in self._threads.values():
             thread.shutdown()
-
-
-class _Launched:
-    """Which tasks of a step have been launched.
-
-    Attributes:
-        error: the first that was raised.
-    """
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._tasks: set[Task] = set()
-        self._is_stopped = False
-        self._changed = threading.Condition()
-
-    def await_all(self, needed: Iterable[Task]) -> bool:
-        """Wait until some tasks have been launched; return False if no more tasks are to run."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._tasks.issuperset(needed))
-            return not self._is_stopped
-
-    def add(self, task: Task) -> None:
-        """Note a task."""
-        with self._changed:
-            self._tasks.add(task)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Let no thread begin another task."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-
-    @contextmanager
-    def stopping_all(self) -> Iterator[None]:
-        """Stop all threads on an error in the body, and keep it if it is the first."""
-        try:
-            yield
-        except BaseException as error:  # noqa: BLE001 - the caller, which waits for the threads, raises it
-            self.error = self.error or error
-            self.stop()
 
 
 class _ThreadSettings:
