@@ -300,7 +300,7 @@ def fail_in_exchange(rank: int, fate: str) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL if fate == "kill" else signal.SIGSTOP)
         raise OSError("the disk is full")
 
-    with mock.patch.object(TiedProcesses, "receive", meet_fate) if rank == 1 else mock.MagicMock():
+    with mock.patch.object(TiedProcesses, "broadcast", meet_fate) if rank == 1 else mock.MagicMock():
         begin = time.monotonic()
         try:
             pipeline.train_step(mini_batch(1))

@@ -2,11 +2,11 @@
 
 A stage must hold what its layers compute with, wherever the other layers of a tied group are. So `TiedParameters` gives
 each layer a copy. In each step `TiedGradients` gives all copies the sum of their gradients, which keeps them equal. The
-sum is taken in layer order: it travels along the layers, from process to process, and then back to all copies.
+sum is taken in layer order: each process adds its part to what the one before has broadcast.
 
-    layer 0    g0 ------> .            .<-- sum      process 0
-    layer 4               g0 + g4 --> . <-- sum      process 1
-    layer 9                           + g9 --'       process 2
+    layer 0    g0 --> .             .        sum      process 0
+    layer 4    .      g0 + g4 ----> .        sum      process 1
+    layer 9    .      .             + g9 --> sum      process 2
 
 So its bits are the same for every number of stages. Besides the gradients themselves, a process needs memory for one.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer
-from gpipe.pipeline.job.watch import FOREVER, Watch
+from gpipe.pipeline.job.watch import Watch
 from gpipe.pipeline.refusals import refuse_gradient_types
 from gpipe.pipeline.structure import TIES
 
@@ -360,24 +359,15 @@ class TiedGradients:
     def _sum(self, group: TiedGroup, present: Sequence[Member]) -> Tensor:
         """Return the sum of the gradients; its memory may be that of a copy's gradient."""
         total: Tensor | None = None
-        connection = self._connections[group]
-        holder = self._owners[present[0].layer]
-        for member in present:
-            owner = self._owners[member.layer]
-            if owner != holder and connection is not None:
-                if total is not None and self._process == holder:
-                    connection.send(total, owner)
-                elif self._process == owner:
-                    total = self._empty(group) if total is None else total  # reuse the memory
-                    connection.receive(total, holder)
-                holder = owner
+        owners = [self._owners[member.layer] for member in present]
+        for member, owner, following in zip(present, owners, [*owners[1:], None], strict=True):
             if owner == self._process:
                 gradient = self._copies[member].grad
                 assert gradient is not None
                 total = gradient if total is None else total.add_(gradient.to(total.device))
-        if connection is not None:
-            total = self._empty(group) if total is None else total
-            connection.broadcast(total, holder)
+            if (connection := self._connections[group]) is not None and owner != following:
+                total = self._empty(group) if total is None else total
+                connection.broadcast(total, owner)
         assert total is not None
         return total
 
@@ -406,9 +396,8 @@ def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> 
 
 
 class TiedProcesses:
-    """The processes of one pipeline that hold copies of the same parameters, and how a tensor travels between them.
+    """The processes of one pipeline that hold copies of the same parameters.
 
-    On a CPU a transfer has ended when its call returns; on a GPU later work on its current stream waits for it.
     `members` are their indices in the pipeline, ascending.
     """
 
@@ -425,68 +414,20 @@ class TiedProcesses:
         self._device = device
         self._watch, self._device_work = watch, device_work
 
-    def send(self, tensor: Tensor, process: int) -> None:
-        """Send a tensor to one of them.
-
-        Raises:
-            LostPeer: a connection is gone.
-        """
-        part, rank = _to_bytes(tensor), self._ranks[process]
-        with self._exchange([rank]):
-            self._wait(self._group.send([part], dist.get_group_rank(self._group, rank), 0))
-
-    def receive(self, into: Tensor, process: int) -> None:
-        """Wait for a tensor from one of them.
-
-        Raises:
-            LostPeer: a connection is gone.
-        """
-        rank = self._ranks[process]
-        with _fill(into) as part, self._exchange([rank]):
-            self._wait(self._group.recv([part], dist.get_group_rank(self._group, rank), 0))
-
     def broadcast(self, tensor: Tensor, process: int) -> None:
-        """Give all of them the values that the tensor has in one of them.
+        """Give all of them the values that the tensor has in one of them; on a GPU its current stream waits for it.
 
         Raises:
             LostPeer: a connection is gone.
         """
-        source = self._ranks[process]
-        is_source = source == dist.get_rank()
-        others = [rank for rank in self._ranks.values() if rank != dist.get_rank()] if is_source else [source]
-        with _fill(tensor) as part, self._exchange(others):
-            options = dist.BroadcastOptions()
-            options.rootRank = dist.get_group_rank(self._group, source)
-            if self._device.type != "cuda":
-                options.timeout = FOREVER
-            self._wait(self._group.broadcast([part], options))
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait as long as the watch allows: Gloo alone would give up before the cause is known."""
-        if self._device.type == "cuda":
-            work.wait()  # the stream waits
-        else:
-            work.wait(FOREVER)
-
-    @contextmanager
-    def _exchange(self, ranks: Sequence[int]) -> Iterator[None]:
+        source, own = self._ranks[process], dist.get_rank()
+        others = [rank for rank in self._ranks.values() if rank != own] if source == own else [source]
+        part = tensor.detach().contiguous().view(-1).view(torch.uint8)  # no backend supports all of torch's types
         with (
-            self._watch.waiting_for(ranks),
-            LostPeer.named(ranks),
-            self._device_work.exchanging(self._device, ranks),
+            self._watch.waiting_for(others),
+            LostPeer.named(others),
+            self._device_work.exchanging(self._device, others),
         ):
-            yield
-
-
-def _to_bytes(tensor: Tensor) -> Tensor:
-    """Return the values as bytes, in the order of the dimensions: no backend supports all of torch's types."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-@contextmanager
-def _fill(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the body a tensor's values as bytes; afterwards copy them back if the tensor is not contiguous."""
-    part = _to_bytes(tensor)
-    yield part
-    if not tensor.is_contiguous():
-        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            dist.broadcast(part, source, self._group)
+        if not tensor.is_contiguous():
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
