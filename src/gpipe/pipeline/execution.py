@@ -10,7 +10,7 @@ from torch import nn
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.job.job import Job
-from gpipe.pipeline.refusals import refuse_cuda_graphs, refuse_second_way, refuse_to_capture
+from gpipe.pipeline.refusals import refuse_cuda_graphs
 from gpipe.pipeline.stage import Stage
 
 
@@ -58,7 +58,7 @@ class LayerExecution:
                 weights.
         """
         refuse_cuda_graphs(options)
-        refuse_second_way("torch.compile", self._find_way())
+        self._refuse_second_way("torch.compile")
         if self.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, and torch's fully_shard gathers weights outside the compiled code; do not "
@@ -84,9 +84,16 @@ class LayerExecution:
         Raises:
             ValueError: the layers run in another way, or exchange data among replicas within a step.
         """
-        exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
-        refuse_to_capture(exchanging)
-        refuse_second_way("CUDA graphs", self._find_way())
+        for name, is_true in (
+            ("synchronize_batch_norm", self._synchronizes),
+            ("shard_replicas", self.shards_replicas),
+        ):
+            if is_true:
+                raise ValueError(
+                    f"{name} is True, and layers that exchange data among replicas cannot be captured as CUDA graphs; "
+                    f"do not use CUDA graphs, or set {name}=False"
+                )
+        self._refuse_second_way("CUDA graphs")
         for stage in self.stages.values():
             stage.use_cuda_graphs()
 
@@ -104,15 +111,18 @@ class LayerExecution:
         Raises:
             ValueError: the layers are compiled or run as CUDA graphs.
         """
-        refuse_second_way("a thread per device", self._find_way())
+        self._refuse_second_way("a thread per device")
         devices = [self.job.devices[k] for k in sorted(self.job.devices)]
         if len(set(devices)) > 1 and all(device.type == "cuda" for device in devices):
             self._device_threads = DeviceThreads(devices)
 
-    def _find_way(self) -> str | None:
-        """Return how the layers run, in words; None if they run as they are, launched by one thread."""
-        if self._compilation is not None:
-            return "torch.compile"
-        if self._device_threads is not None:
-            return "a thread per device"
-        return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None
+    def _refuse_second_way(self, wanted: str) -> None:
+        """Refuse a second way to run layers, other than the one already chosen."""
+        chosen = {
+            "torch.compile": self._compilation is not None,
+            "a thread per device": self._device_threads is not None,
+            "CUDA graphs": any(stage.graphs is not None for stage in self.stages.values()),
+        }
+        for found, is_chosen in chosen.items():
+            if is_chosen and found != wanted:
+                raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")

@@ -28,14 +28,16 @@ def check_numbers(
     num_microbatches: Any, output_dimension: Any, seed: Any, stages_per_device: Any, timeout_seconds: Any
 ) -> None:
     """Refuse settings of a pipeline that are not valid numbers."""
-    if type(num_microbatches) is not int or num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
-    if type(output_dimension) is not int or output_dimension < 0:
-        raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
+    whole = {
+        "num_microbatches": (num_microbatches, 1),
+        "output_dimension": (output_dimension, 0),
+        "stages_per_device": (stages_per_device, 1),
+    }
+    for name, (value, least) in whole.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
     if not isinstance(seed, int):
         raise TypeError(f"seed is {seed!r}; it must be a whole number")
-    if type(stages_per_device) is not int or stages_per_device < 1:
-        raise ValueError(f"stages_per_device is {stages_per_device!r}; it must be a whole number of at least 1")
     if not isinstance(timeout_seconds, (int, float)) or not 0 < timeout_seconds <= _LONGEST_TIMEOUT:
         raise ValueError(
             f"timeout_seconds is {timeout_seconds!r}; it must be a number above 0, at most {_LONGEST_TIMEOUT:,}"
@@ -66,22 +68,29 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
     for name, function in functions.items():
         if not (function is None or callable(function)):
             raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
-    refuse_own_behaviour(layers)
-    refuse_parameters_of_loss(loss)
+    if not callable(loss):
+        raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
+    _refuse_own_behaviour(layers)
+    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"the loss has the parameter {name}, which the pipeline would not train; put it into the last layer, "
+                "or freeze it (requires_grad_(False))"
+            )
     refuse_unconverted(layers)
-    refuse_sharded(layers)
+    for index, layer in enumerate(layers):
+        if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
+            raise ValueError(
+                f"layer {index} has parameters that fully_shard has sharded; give the pipeline the layer as it was "
+                "before, and set shard_replicas=True"
+            )
 
 
-def refuse_own_behaviour(layers: Any) -> None:
-    """Refuse what is not a sequence, or does more than run its layers: a stage runs only some of them.
-
-    Raises:
-        TypeError: it is not a sequence, or has a forward of its own.
-        ValueError: it has hooks, parameters or buffers of its own.
-    """
+def _refuse_own_behaviour(layers: Any) -> None:
+    """Refuse what is not a sequence, or does more than run its layers: a stage runs only some of them."""
     name = type(layers).__name__
     if isinstance(layers, nn.Module):
-        _refuse_compiled(layers)
+        _refuse_additions(layers)
     refuse_no_sequence(layers)
     is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
     if not is_plain or "forward" in layers.__dict__:
@@ -89,11 +98,9 @@ def refuse_own_behaviour(layers: Any) -> None:
             f"{name} has a forward of its own, but stages run its layers one after the other; put what it does into "
             "layers, and give nn.Sequential(*layers)"
         )
-    refuse_hooks(layers)
-    if own := [
-        key for values in (layers._parameters, layers._buffers) for key, value in values.items() if value is not None
-    ]:
-        raise ValueError(f"{name} has {own[0]} of its own, which no stage would hold; put it into a layer")
+    own = {**layers._parameters, **layers._buffers}
+    if name_of_own := next((key for key, value in own.items() if value is not None), None):
+        raise ValueError(f"{name} has {name_of_own} of its own, which no stage would hold; put it into a layer")
 
 
 def refuse_no_sequence(layers: Any) -> None:
@@ -105,34 +112,16 @@ def refuse_no_sequence(layers: Any) -> None:
         )
 
 
-def refuse_hooks(layers: nn.Sequential) -> None:
-    """Refuse hooks on the sequence itself, and a compiled sequence, at any time: stages run only the layers."""
-    _refuse_compiled(layers)
-    if any(getattr(layers, kind) for kind in _HOOKS):
-        raise ValueError(
-            f"{type(layers).__name__} has hooks, but stages run its layers alone; register them on a layer"
-        )
-
-
-def _refuse_compiled(layers: nn.Module) -> None:
+def _refuse_additions(layers: nn.Module) -> None:
+    """Refuse a compiled model and hooks on it, at any time: stages run only the layers."""
+    name = type(layers).__name__
     if is_compiled(layers):
         raise ValueError(
-            f"{type(layers).__name__} is compiled by torch.compile, but stages run its layers alone; give the layers "
-            "as they were before, and call pipeline.compile()"
+            f"{name} is compiled by torch.compile, but stages run its layers alone; give the layers as they were "
+            "before, and call pipeline.compile()"
         )
-
-
-def refuse_parameters_of_loss(loss: Any) -> None:
-    """Refuse a loss with trainable parameters: nothing would average, clip or save their gradients."""
-    if not callable(loss):
-        raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
-    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    for name, parameter in named:
-        if parameter.requires_grad:
-            raise ValueError(
-                f"the loss has the parameter {name}, which the pipeline would not train; put it into the last layer, "
-                "or freeze it (requires_grad_(False))"
-            )
+    if any(getattr(layers, kind) for kind in _HOOKS):
+        raise ValueError(f"{name} has hooks, but stages run its layers alone; register them on a layer")
 
 
 def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tensor]) -> None:
@@ -230,32 +219,27 @@ def refuse_history(value: Any, what: str) -> None:
 
 def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) -> None:
     """Refuse layers that replaced those that the stages run, or were added to them."""
-    if others := [name for name in layers._modules if name not in map(str, own)]:
-        raise ValueError(
-            f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
-            "make a new Pipeline from all layers"
-        )
-    _refuse_other_layers(layers, own, "pipeline.layers")
+    _refuse_other_layers(layers, own, len(own), "pipeline.layers")
 
 
 def refuse_changed_model(layers: nn.Sequential, own: Mapping[int, nn.Module], num_layers: int) -> None:
     """Refuse hooks on the model after it was cut, and layers that replaced those of the stages, or were appended."""
-    refuse_hooks(layers)
-    if len(layers) > num_layers:
-        raise ValueError(
-            f"layer {num_layers} of the model was added after the pipeline was made, so it would not be trained; make "
-            "a new Pipeline from all layers"
-        )
-    _refuse_other_layers(layers, own, "the model")
+    _refuse_additions(layers)
+    _refuse_other_layers(layers, own, num_layers, "the model")
 
 
-def _refuse_other_layers(layers: nn.Module, own: Mapping[int, nn.Module], where: str) -> None:
+def _refuse_other_layers(layers: nn.Module, own: Mapping[int, nn.Module], num_layers: int, where: str) -> None:
     for index, layer in own.items():
         if layers._modules.get(str(index)) is not layer:
             raise ValueError(
                 f"layer {index} of {where} is not the one that the pipeline was made with, so it would not be trained; "
                 "change that layer in place, or make a new Pipeline"
             )
+    if added := list(layers._modules)[num_layers:]:
+        raise ValueError(
+            f"layer {added[0]} of {where} was added after the pipeline was made, so it would not be trained; make a "
+            "new Pipeline from all layers"
+        )
 
 
 def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
@@ -276,24 +260,6 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
                 "still need; use mode='default' or 'max-autotune-no-cudagraphs', or Pipeline.use_cuda_graphs without "
                 "compile"
             )
-
-
-def refuse_to_capture(exchanging: Mapping[str, bool]) -> None:
-    """Refuse to run layers as CUDA graphs if they exchange data among replicas.
-
-    exchanging: by the pipeline's settings, whether each lets layers exchange data within a step.
-    """
-    for name in (name for name, is_true in exchanging.items() if is_true):
-        raise ValueError(
-            f"{name} is True, and layers that exchange data among replicas cannot be captured as CUDA graphs; do not "
-            f"use CUDA graphs, or set {name}=False"
-        )
-
-
-def refuse_second_way(wanted: str, found: str | None) -> None:
-    """Refuse a second way to run layers, other than the one already chosen."""
-    if found not in (None, wanted):
-        raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")
 
 
 def refuse_unconverted(layers: nn.Module) -> None:
@@ -341,16 +307,6 @@ def refuse_late_parameters(layers: nn.Module) -> None:
             raise ValueError(
                 f"layers.{name} was added after the pipeline was made, and shard_replicas is True, so replicas would "
                 "not average its gradient; make a new Pipeline from all layers"
-            )
-
-
-def refuse_sharded(layers: nn.Sequential) -> None:
-    """Refuse layers that torch's fully_shard has changed: replicas would average shards as if they were whole."""
-    for index, layer in enumerate(layers):
-        if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
-            raise ValueError(
-                f"layer {index} has parameters that fully_shard has sharded; give the pipeline the layer as it was "
-                "before, and set shard_replicas=True"
             )
 
 
