@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,31 +35,21 @@ class TensorLayout(NamedTuple):
     is not aligned.
     """
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    differentiable: bool
+    differentiable: bool = False
     shared: bool = False
     offset: int = 0
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """Torch's type of this name."""
-        return cast(torch.dtype, getattr(torch, self.dtype))
-
-    @property
     def num_bytes(self) -> int:
         """How many bytes travel."""
-        return self.num_elements * self.torch_dtype.itemsize
-
-    @property
-    def offset_bytes(self) -> int:
-        """The offset in bytes."""
-        return self.offset * self.torch_dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
     def allocate(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for `num_elements` elements that begins at the offset."""
-        memory = torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)
+        memory = torch.empty(self.offset + num_elements, dtype=self.dtype, device=device)
         return memory[self.offset :].data if self.offset else memory
 
     @property
@@ -72,18 +62,13 @@ class TensorLayout(NamedTuple):
     @property
     def num_elements(self) -> int:
         """How many elements travel: for a tensor that overlaps itself, such as windows, all the memory it spans."""
-        return self.span if self.overlaps else math.prod(self.distinct)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether elements at different indices may share memory, apart from expanded dimensions."""
         extent = 1
         for stride, size in sorted(zip(self.strides or (), self.shape, strict=False)):
             if size > 1 and stride > 0:
                 if stride < extent:
-                    return True
+                    return self.span
                 extent += (size - 1) * stride
-        return False
+        return math.prod(self.distinct)
 
     @property
     def span(self) -> int:
@@ -120,25 +105,15 @@ class MessageFormat:
         return _make_format(payload.structure, specs, batch)
 
     @functools.cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each tensor's bytes begin in a message, and where the message ends."""
-        offsets, end = [], PREFIX_BYTES
-        for layout in self.layouts:
-            offsets.append(end + layout.offset_bytes)
-            end += math.ceil((layout.offset_bytes + layout.num_bytes) / _ALIGNMENT) * _ALIGNMENT
-        return (*offsets, end)
+    def num_bytes(self) -> int:
+        """The size of a message."""
+        return PREFIX_BYTES + sum(self._gaps) + sum(layout.num_bytes for layout in self.layouts)
 
     @functools.cached_property
-    def _places(self) -> list[tuple[slice, torch.dtype]]:
-        """Where each tensor's bytes lie in a message, and what they are."""
-        placed = zip(self.layouts, self.offsets[:-1], strict=True)
-        return [(slice(at, at + layout.num_bytes), layout.torch_dtype) for layout, at in placed]
-
-    @functools.cached_property
-    def _buffers(self) -> list[tuple[int, TensorLayout, int, torch.dtype, Any]]:
-        """For each tensor: the gap before it, its layout, its elements' number and type, and its buffer's type."""
+    def _buffers(self) -> list[tuple[int, TensorLayout, int, Any]]:
+        """For each tensor: the gap before it, its layout, the number of its elements, and its buffer's type."""
         return [
-            (gap, layout, layout.num_elements, layout.torch_dtype, ctypes.c_char * layout.num_bytes)
+            (gap, layout, layout.num_elements, ctypes.c_char * layout.num_bytes)
             for gap, layout in zip(self._gaps, self.layouts, strict=False)
         ]
 
@@ -156,13 +131,16 @@ class MessageFormat:
     @functools.cached_property
     def _gaps(self) -> list[int]:
         """How many bytes lie between the prefix and the first tensor, between two tensors, and after the last one."""
-        ends = [PREFIX_BYTES, *(place.stop for place, _ in self._places)]
-        return [at - end for end, at in zip(ends, self.offsets, strict=True)]
+        gaps, end = [], 0
+        for layout in self.layouts:
+            gaps.append(-end % _ALIGNMENT + layout.offset * layout.dtype.itemsize)
+            end += gaps[-1] + layout.num_bytes
+        return [*gaps, -end % _ALIGNMENT]
 
     def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
         """Return a message as buffers, in order; a tensor that is stored as it travels is not copied."""
         parts: list[Any] = [prefix]
-        for tensor, (gap, layout, *_, buffer) in zip(payload.tensors, self._buffers, strict=True):
+        for tensor, (gap, layout, _, buffer) in zip(payload.tensors, self._buffers, strict=True):
             if gap:
                 parts.append(_ZEROS[:gap])
             if layout.strides is None and not (tensor.is_conj() or tensor.is_neg()):
@@ -176,30 +154,26 @@ class MessageFormat:
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
         """Return memory for the elements of each tensor and, with it, the buffers of a message."""
         elements, parts = [], [bytearray(PREFIX_BYTES)]
-        for gap, layout, num_elements, dtype, buffer in self._buffers:
+        for gap, layout, num_elements, buffer in self._buffers:
             if gap:
                 parts.append(bytearray(gap))
             is_plain = layout.strides is None and not layout.offset  # needs no view
             elements.append(
-                allocate_on_host(layout.shape, dtype=dtype) if is_plain else layout.allocate(num_elements, _HOST)
+                allocate_on_host(layout.shape, dtype=layout.dtype) if is_plain else layout.allocate(num_elements, _HOST)
             )
             parts.append(buffer.from_address(elements[-1].data_ptr()))  # does not keep the tensor alive
         if self._gaps[-1]:
             parts.append(bytearray(self._gaps[-1]))
         return elements, [part for part in parts if len(part)] if self._has_empty else parts
 
-    def pack(self, payload: Payload, message: Tensor) -> None:
-        """Copy the tensors' bytes into a message after its prefix; the message is uint8 [offsets[-1]]."""
-        for tensor, layout, (place, dtype) in zip(payload.tensors, self.layouts, self._places, strict=True):
-            if layout.strides is None:
-                message[place].view(dtype).view(layout.shape).copy_(tensor.detach())
-            else:
-                message[place].copy_(flatten(tensor, layout))
-
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors lie in a message."""
-        # `.data`: autograd must not count an in-place change of one tensor as a change of all.
-        return self.payload([message[place].view(dtype).data for place, dtype in self._places])
+        elements, end = [], PREFIX_BYTES
+        for gap, layout in zip(self._gaps, self.layouts, strict=False):
+            begin, end = end + gap, end + gap + layout.num_bytes
+            # `.data`: autograd must not count an in-place change of one tensor as a change of all.
+            elements.append(message[begin:end].view(layout.dtype).data)
+        return self.payload(elements)
 
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors from the elements that travelled, and nest them."""
@@ -208,7 +182,7 @@ class MessageFormat:
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
-        return json.dumps([self.structure, self.layouts, self.batch], separators=(",", ":")).encode()
+        return json.dumps([self.structure, self.layouts, self.batch], default=str, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> MessageFormat:
@@ -217,7 +191,10 @@ class MessageFormat:
         return cls(
             read_structure(structure),
             tuple(
-                TensorLayout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts
+                TensorLayout(
+                    getattr(torch, dtype.removeprefix("torch.")), tuple(shape), strides and tuple(strides), *rest
+                )
+                for dtype, shape, strides, *rest in layouts
             ),
             MiniBatch(*batch),
         )
@@ -236,7 +213,7 @@ def _refuse_without_memory(payload: Payload) -> None:
 
 def count_bytes(tensor: Tensor) -> int:
     """Return how many bytes of a tensor travel."""
-    return _make_layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
+    return TensorLayout(tensor.dtype, tensor.shape, _find_strides(tensor.shape, tensor.stride())).num_bytes
 
 
 def flatten(tensor: Tensor, layout: TensorLayout) -> Tensor:
@@ -265,19 +242,11 @@ def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
 # Packing a payload may hold up all stages after this one, so known formats are cached.
 @functools.lru_cache(maxsize=1024)
 def _make_format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
-    return MessageFormat(structure, tuple(_make_layout(*spec) for spec in specs), batch, specs)
-
-
-def _make_layout(
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    differentiable: bool,
-    shared: bool,
-    offset: int,
-) -> TensorLayout:
-    name = str(dtype).removeprefix("torch.")
-    return TensorLayout(name, tuple(shape), _find_strides(shape, strides), differentiable, shared, offset)
+    layouts = tuple(
+        TensorLayout(dtype, shape, _find_strides(shape, strides), differentiable, shared, offset)
+        for dtype, shape, strides, differentiable, shared, offset in specs
+    )
+    return MessageFormat(structure, layouts, batch, specs)
 
 
 def _find_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -40,7 +40,7 @@ class LocalSender(Sender):
         found = MessageFormat.of(payload, batch, predicted)
         # Once the format is announced, the payload must follow.
         if found is not predicted:
-            self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1])])
+            self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.num_bytes)])
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
         self._formats.advance(found)
 

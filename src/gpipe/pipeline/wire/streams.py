@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
-from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
@@ -77,10 +76,6 @@ class Link:
         if self.connection is not None:
             self.connection.close()
 
-    def message_bytes(self, format_: MessageFormat) -> int:
-        """Return the size of a message in a format: at least that of a text's first message."""
-        return max(FRAME_BYTES, format_.offsets[-1] if self.nccl is None else PREFIX_BYTES)
-
 
 class Formats:
     """What one end of a stream predicts; the other end, having seen the same messages, predicts the same."""
@@ -114,7 +109,7 @@ class Formats:
 
     def longest(self) -> int:
         """Return the size of the longest message that could be predicted."""
-        return max(known.offsets[-1] for known in (EMPTY, *self._known[True].values(), *self._known[False].values()))
+        return max(known.num_bytes for known in (EMPTY, *self._known[True].values(), *self._known[False].values()))
 
     def advance(self, found: MessageFormat) -> None:
         """Note the format of the message, and move to the next."""
@@ -191,11 +186,11 @@ class Sender(_End):
         found = MessageFormat.of(payload, batch, predicted)
         if found is not predicted:
             self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
-        message = allocate_on_host(self.link.message_bytes(found), dtype=torch.uint8)
-        message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
+        prefix = self._formats.prefix()
         self._formats.advance(found)
+        content = [prefix] if self.link.nccl is not None else found.lay_out(prefix, payload)
+        message = torch.frombuffer(bytearray().join(content), dtype=torch.uint8)  # a copy: the payload may change
         if self.link.nccl is None:
-            found.pack(payload, message)  # now: the payload's memory may change
             self._leave(lambda: self._deliver(message))
             return
         parts = [flatten(*one) for one in zip(payload.tensors, found.layouts, strict=True)]
@@ -235,7 +230,6 @@ class Sender(_End):
         self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
-        # Gloo accepts a message that is shorter than expected, so the first one fits any prediction.
         for message in frame_text(text, mark):
             self._deliver(message)
 
@@ -321,21 +315,23 @@ class Receiver(_End):
 
     def _receive(self) -> _Received:
         found = self._formats.predict()
-        message = self._receive_message(self.link.message_bytes(found))
+        message = self._receive_message(found)
         mark = int(message[0])
         if mark != Mark.DATA:
             text = self.link.messenger.receive_text(message, self.link.peer, self.link.tag)
             if mark == Mark.FAILURE:
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
-            message = self._receive_message(self.link.message_bytes(found))
+            message = self._receive_message(found)
         self._formats.check_prefix(message.numpy().data)
         self._formats.advance(found)
         if self._stream is None:
             return _Received(found.unpack(message), found.batch, None)
         return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
 
-    def _receive_message(self, size: int) -> Tensor:
+    def _receive_message(self, format_: MessageFormat) -> Tensor:
+        # Gloo accepts a shorter message, so the first one of a text fits any prediction.
+        size = max(FRAME_BYTES, format_.num_bytes if self._stream is None else PREFIX_BYTES)
         return self.link.messenger.receive_bytes(size, self.link.peer, self.link.tag)
 
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
