@@ -233,7 +233,7 @@ def test_recomputation_is_said_as_to_a_pipeline() -> None:
     assert Setting(2, 4, [1, 0]) == Setting(2, 4, (1, 0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^rematerialize is 'fit'; it must be one of always, except_last, never, or"):
         Setting(2, 4, "fit")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^rematerialize is \[1\]; it must be one of .* 2 whole numbers, one per"):
+    with pytest.raises(ValueError, match=r"^rematerialize is \(1,\); it must be one of .* 2 whole numbers, one per"):
         Setting(2, 4, (1,))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
@@ -65,18 +65,16 @@ def choose_schedule(
         TypeError: a user's own returns something other than lists of tasks.
         ValueError: there is no such schedule, it cannot have this number of stages per device, or its tasks are wrong.
     """
-    if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
+    if isinstance(schedule, str) and schedule in SCHEDULES:
         function = SCHEDULES[schedule]
         tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
-    else:
-        if not callable(schedule):
-            raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
+    elif callable(schedule):
         check_stages_divide(num_stages, stages_per_device)
         function = functools.partial(schedule)  # hashable, even if the schedule is not
         tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
         check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
+    else:
+        raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
     placement = {task.stage: device for device, own in enumerate(tasks) for task in own}
     return function, tuple(placement[stage] for stage in range(num_stages))
 
@@ -192,25 +190,15 @@ def check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rema
     """Return the named mode, or the number of micro-batches whose graphs each stage keeps.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: there is no such mode, or not one number per stage.
+        ValueError: it is neither.
     """
     names = [str(choice) for choice in Rematerialize]
-    if not isinstance(value, Sequence):
-        raise TypeError(
-            f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one per "
-            "stage"
-        )
-    if isinstance(value, str):
-        if value not in names:
-            raise ValueError(
-                f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or a number per stage: of how many "
-                "micro-batches it keeps the activations at once"
-            )
+    if isinstance(value, str) and value in names:
         return Rematerialize(value)
-    if len(value) != num_stages or any(type(number) is not int or number < 0 for number in value):
-        raise ValueError(
-            f"rematerialize is {list(value)}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one "
-            "per stage, each 0 or more"
-        )
-    return tuple(value)
+    numbers: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else ()
+    if len(numbers) == num_stages and all(type(number) is int and number >= 0 for number in numbers):
+        return numbers
+    raise ValueError(
+        f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one per "
+        "stage: of how many micro-batches it keeps the activations at once"
+    )
