@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
-from gpipe.pipeline._compat import norm_of_each
+from gpipe.pipeline._compat import multiply_each, norm_of_each
 
 
 def name_parameters(layers: nn.ModuleDict) -> dict[str, Tensor]:
@@ -119,11 +118,10 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
     """Multiply the gradients by max_norm / norm where the norm is larger."""
     if norm <= max_norm:
         return
-    by_device: dict[torch.device, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None and (part := local_part(parameter.grad)) is not parameter.grad:
-            part.mul_(max_norm / (norm + 1e-6))  # as clip_grads_with_norm_, which does not know shards
-            continue
-        by_device.setdefault(parameter.device, []).append(parameter)
-    for device, group in by_device.items():
-        clip_grads_with_norm_(group, max_norm, torch.full((), norm, dtype=torch.float64, device=device))
+        if parameter.grad is not None:
+            part = local_part(parameter.grad)
+            alike.setdefault((part.device, part.dtype), []).append(part)
+    for gradients in alike.values():
+        multiply_each(gradients, max_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
