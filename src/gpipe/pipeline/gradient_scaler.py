@@ -53,11 +53,8 @@ class GradientScaler:
             if not (isinstance(value, (int, float)) and is_valid(value)):
                 raise ValueError(f"{name} is {value!r}; it must be a number, {valid}")
         self.scale = float(scale)
-        self._growth_factor, self._backoff_factor, self._growth_interval = (
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-        )
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
         self._num_steps = 0  # in a row
         self.num_skipped = 0
 
@@ -101,7 +98,7 @@ class GradientScaler:
         if not 0 < (scale := float(state["scale"])) < math.inf:
             raise ValueError(f"the saved scale is {scale}; it must be finite and above 0: resume without that state")
         self.scale, self._num_steps = scale, int(state["num_steps"])
-        self.num_skipped = int(state.get("num_skipped", 0))  # earlier versions did not count them
+        self.num_skipped = int(state["num_skipped"])
 
 
 def _multiply(parameters: Iterable[Tensor], factor: float) -> None:
