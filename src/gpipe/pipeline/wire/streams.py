@@ -255,9 +255,7 @@ class Receiver(_End):
     def __init__(self, link: Link) -> None:
         self._first: _Received | None = None
         self._received: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each payload that may be asked for
-        for _ in range(_AHEAD):
-            self._room.put(None)
+        self._room = threading.Semaphore(_AHEAD)  # for payloads that may be asked for
         super().__init__(link, "receives-from")
 
     def start(self, *, training: bool, num_payloads: int | None) -> None:
@@ -266,7 +264,7 @@ class Receiver(_End):
 
     def end(self) -> None:
         """End the thread after its work, even if it waits for the stage to take what has arrived."""
-        self._room.put(None)
+        self._room.release()
         super().end()
 
     def first(self) -> MiniBatch:
@@ -298,13 +296,13 @@ class Receiver(_End):
             received = self._received.get()
         if isinstance(received, Exception):
             raise received
-        self._room.put(None)
+        self._room.release()
         return received
 
     def _receive_step(self, training: bool, num_payloads: int | None) -> None:
         self._formats.start(training=training)
         while num_payloads is None or self._formats.position < num_payloads:
-            self._room.get()
+            self._room.acquire()
             received = self._receive()
             num_payloads = received.batch.num_microbatches
             self._received.put(received)

@@ -44,8 +44,10 @@ class ProcessTransfer:
         local: LocalTransfer,
     ) -> None:
         self._local = local
-        self._senders = {end: _make_sender(link) for end, link in outgoing.items()}
-        self._receivers = {end: _make_receiver(link) for end, link in incoming.items()}
+        self._senders = {end: (LocalSender if link.connection else Sender)(link) for end, link in outgoing.items()}
+        self._receivers: dict[tuple[Kind, int], Receiver | LocalReceiver] = {
+            end: (LocalReceiver if link.connection else Receiver)(link) for end, link in incoming.items()
+        }
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -97,11 +99,3 @@ class ProcessTransfer:
         """Wait until everything sent has arrived, and end the threads."""
         for end in (*self._senders.values(), *self._receivers.values()):
             end.close()
-
-
-def _make_sender(link: Link) -> Sender | LocalSender:
-    return Sender(link) if link.connection is None else LocalSender(link)
-
-
-def _make_receiver(link: Link) -> Receiver | LocalReceiver:
-    return Receiver(link) if link.connection is None else LocalReceiver(link)
