@@ -45,9 +45,7 @@ class Buffers:
         self._watched: dict[int, nn.Module] = {}  # those that may create buffers: all, in the first forward ever
         self._places: list[BufferPlace] = []
         self._made: list[BufferPlace] = []  # of the buffers that the step's first forward has created
-        self._moving: Iterable[BufferPlace] | None = (
-            None  # those that forwards change; None before a step's first forward
-        )
+        self._moving: Iterable[BufferPlace] | None = None  # those that forwards change; None before a step's first one
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
         self._start: BufferCopies = {}
         self._memory: set[int] = set()
@@ -111,7 +109,8 @@ class Buffers:
         if is_first:
             if self._silent is None:  # compared only once: on a GPU it waits once per buffer
                 current = self._current(snapshot.keys() - changed)
-                self._silent = {p for p, buffer in current.items() if not _are_equal(buffer, snapshot[p])}
+                earlier = ((place, buffer, snapshot[place]) for place, buffer in current.items())
+                self._silent = {p for p, buffer, old in earlier if old is None or not torch.equal(buffer, old)}
             for place in snapshot.keys() - changed - self._silent:
                 del snapshot[place]
             made = self._find_made(before)
@@ -213,10 +212,6 @@ def find_shared_buffers(layers: nn.Sequential) -> set[str]:
         for name, buffer in layer.named_buffers(remove_duplicate=False):
             found.setdefault(id(buffer), {}).setdefault(index, []).append(f"layers.{index}.{name}")
     return {name for of in found.values() if len(of) > 1 for names in of.values() for name in names}
-
-
-def _are_equal(buffer: Tensor, earlier: Tensor | None) -> bool:
-    return earlier is not None and torch.equal(buffer, earlier)
 
 
 def _copy(buffers: Mapping[BufferPlace, Tensor | None]) -> BufferCopies:

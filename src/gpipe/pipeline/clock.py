@@ -66,14 +66,7 @@ class Clock:
 
 
 def gather_timeline(clock: Clock, job: Job, num_devices: int, placement: tuple[int, ...]) -> Timeline:
-    """Return the timeline of a step on all stages, from 0 on; every process of a pipeline calls it.
-
-    Args:
-        clock: with the tasks of this process.
-        job: the processes that train together.
-        num_devices: P.
-        placement: the device of each stage.
-    """
+    """Return the timeline of a step on all stages, from 0 on; every process calls it with the clock of its tasks."""
     own = Timeline(tuple(clock.events()), num_devices, placement)
     rows = [row for part in job.gather(own.to_json()) for row in part]
     origin = min(row[3] for row in rows)

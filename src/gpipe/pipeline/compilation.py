@@ -24,7 +24,6 @@ class Compilation:
 
     Args:
         layers: by their index in the model.
-        num_layers: of the whole model.
         activity: told of the layer that is being compiled.
         asked_to_stop: returns something true once training is to stop.
         options: of torch.compile.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from gpipe.pipeline import gradient_norm
 from gpipe.pipeline.job.errors import NonFiniteError, StepAbandoned
@@ -21,10 +20,7 @@ from gpipe.pipeline.shared.tied_parameters import TiedGradients
 class Gradients:
     """The gradients of this process's layers.
 
-    Args:
-        layers: by their index in the model.
-        tied: which parameters are copies of others.
-        shared_by: the replicas that each have a shard of every gradient; None: each has whole gradients.
+    shared_by: the replicas that each have a shard of every gradient; None: each has whole gradients.
     """
 
     def __init__(self, layers: nn.ModuleDict, tied: TiedGradients, shared_by: Replicas | None) -> None:
@@ -37,7 +33,7 @@ class Gradients:
 
     def read(self) -> tuple[list[tuple[str, float]], dict[str, float]]:
         """Return the norms, and the sums of the bits of tied parameters, by name; wait for the devices only once."""
-        if not (bits := self.tied.bits()):
+        if not (bits := self.tied.bits):
             return self.norms(), {}
         found = gradient_norm.compute_norms(self._named(), bits)  # replicas do not shard tied parameters
         return found[: -len(bits)], dict(found[-len(bits) :])
@@ -55,7 +51,7 @@ class Gradients:
             norm = gradient_norm.global_norm(gradient_norm.sort_by_layer(norms))
         except ValueError as error:
             raise NonFiniteError(f"step {step}: {error}") from None
-        gradient_norm.scale_gradients(self._parameters(), max_norm, norm)
+        gradient_norm.scale_gradients(self._layers.parameters(), max_norm, norm)
         return norm
 
     def clip_together(self, job: Job, max_norm: float, step: int) -> float:
@@ -72,11 +68,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Set all gradients to None."""
-        for parameter in self._parameters():
+        for parameter in self._layers.parameters():
             parameter.grad = None
-
-    def _parameters(self) -> Iterator[Parameter]:
-        return self._layers.parameters()
 
 
 class Conclusion(NamedTuple):
@@ -107,14 +100,9 @@ def conclude(
 ) -> Conclusion:
     """Exchange the outcome of the step: the loss and metrics, a gradient that is not finite, and the notes.
 
-    Args:
-        job: the processes that train together.
-        gradients: those of this process; clipped if "max_gradient_norm" is given, dropped if the step is skipped.
-        loss: of the mini-batch, in the last stage's process.
-        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
-        last_stage: the index of the last stage.
-        note: as for `Pipeline.train_step`.
-        is_abandoned: whether this process was asked to stop while it compiled.
+    All processes must be `given` the same "step", "scaler.scale" and "max_gradient_norm". To the latter gradients are
+    clipped; they are dropped if the scaler skips the step. Only the last stage's process has the `loss`.
+    `is_abandoned` tells whether this process was asked to stop while it compiled.
 
     Raises:
         NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.

@@ -214,13 +214,7 @@ class _Variant:
 
 
 class LayerGraphs:
-    """Runs the layers of a stage as CUDA graphs.
-
-    Args:
-        layers: by their index in the model.
-        device: of the stage.
-        buffers: of the layers; knows which layers change some.
-    """
+    """Runs the layers of a stage as CUDA graphs, except those that change `buffers`."""
 
     def __init__(self, layers: Mapping[int, nn.Module], device: torch.device, buffers: Buffers) -> None:
         self._layers, self._device, self._buffers = layers, device, buffers

@@ -15,15 +15,7 @@ from gpipe.pipeline.stage import Stage
 
 
 class LayerExecution:
-    """The part of `Pipeline` that chooses how its layers run.
-
-    Attributes:
-        layers: this process's layers, under their index in the whole model.
-        job: the processes that train together.
-        stages: this process's stages, by index.
-        num_layers: of the whole model.
-        shards_replicas: whether the replicas shard their weights.
-    """
+    """The part of `Pipeline` that chooses how its layers run; see there for the attributes."""
 
     layers: nn.ModuleDict
     job: Job

@@ -59,12 +59,11 @@ class DeviceWork:
     wait: it polls these events. The first that has not come tells what the host waits for.
 
     Args:
-        activity: what the process is doing, for messages.
         timeout_seconds: how long a GPU may work on one step.
         stage: of the process, for errors; None if it has several.
 
     Attributes:
-        activity: the same.
+        activity: what the process is doing, for messages.
         num_done: how many steps are known to be done: the progress of the GPUs.
         since: when the first step became the first, by the monotonic clock.
     """

@@ -41,10 +41,10 @@ _CONNECT_SECONDS = 0.1  # between two looks at the others while NCCL connects
 class MeshJob(Job):
     """A job of R replicas x P processes, as one of them sees it.
 
-    Every process of the job makes its own, in the same order; the mesh holds all processes.
+    Every process of the job makes its own, in the same order.
 
     Args:
-        mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
+        mesh: of all processes, with the dimensions ("replica", "stage"), or ("stage",) alone.
         placement: the process of each stage in its pipeline.
         timeout_seconds: how long a process may make no progress before it is named as hanging.
 

@@ -81,12 +81,9 @@ class Watch:
     unfinished step of `device_work`. While its own GPU works, it waits for no process.
 
     Args:
-        store: reachable by all processes.
-        rank: this process's rank in the job; all ranks here are ranks in the job.
-        stages: this process's.
+        rank: of this process in the job; all ranks here are ranks in the job.
         name: what messages call this process.
         timeout_seconds: how long a process may make no progress while this one waits for it.
-        device_work: what this process's GPUs have not done yet.
 
     Attributes:
         wait: which processes the host waits for.

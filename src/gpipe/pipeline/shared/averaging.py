@@ -37,6 +37,10 @@ class _Bucket:
     """Some gradients, one after another in one tensor, and for each whether this replica has it.
 
     Once all are made they are copied there, and become views of it.
+
+    Attributes:
+        missing: the parameters whose last gradient is yet to be made.
+        unused: those for which this replica has no gradient, each with a flag: 0 if no replica has one.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -49,7 +53,7 @@ class _Bucket:
             self._places.append((size, torch.empty_like(parameter, device="meta").stride()))
             size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT // parameter.itemsize
         self._begin_of_flags, self._size = size, size + len(parameters)
-        self._unused: list[tuple[Parameter, Tensor]] = []
+        self.unused: list[tuple[Parameter, Tensor]] = []
         self._work: dist.Work | None = None
 
     def reduce(self, replicas: Replicas) -> None:
@@ -65,7 +69,7 @@ class _Bucket:
             average = flat.as_strided(parameter.shape, strides, offset)
             if parameter.grad is None:
                 average.zero_()
-                self._unused.append((parameter, flag.zero_()))
+                self.unused.append((parameter, flag.zero_()))
             else:
                 torch.mul(parameter.grad, 1.0 / replicas.count, out=average)
             parameter.grad = average
@@ -73,19 +77,14 @@ class _Bucket:
 
     def wait(self) -> None:
         """Make what comes next wait for the averages: on a CPU the host, on a GPU its current stream."""
-        if (work := self._work) is not None:
-            work.wait()
+        if self._work is not None:
+            self._work.wait()
             self._work = None
-
-    def take_unused(self) -> list[tuple[Parameter, Tensor]]:
-        """Return the parameters for which this replica had no gradient, each with a flag: 0 if no replica had one."""
-        unused, self._unused = self._unused, []
-        return unused
 
     def reset(self) -> None:
         """Forget a step that failed."""
         self._work = None
-        self._unused.clear()
+        self.unused.clear()
         self.missing.clear()
 
 
@@ -95,10 +94,7 @@ class Averaging:
     Every replica averages its stages in the same order, as their last backwards follow each other down the stages; and
     within a stage its buckets in order. The layers' weights and buffers become those of replica 0.
 
-    Args:
-        layers: of the stage, by index.
-        replicas: at least two.
-        is_awaited: whether the stage before waits for the last backward's boundary gradient.
+    is_awaited: whether the stage before waits for the last backward's boundary gradient.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas, *, is_awaited: bool = False) -> None:
@@ -215,7 +211,7 @@ class Averaging:
 
     def finish_step(self) -> None:
         """Drop gradients that no replica has; if this one lacked some, wait for the averages to tell."""
-        unused = [pair for bucket in self._buckets for pair in bucket.take_unused()]
+        unused = [pair for bucket in self._buckets for pair in bucket.unused]
         if not unused:
             return
         self.replicas.wait_for_devices()
@@ -223,6 +219,7 @@ class Averaging:
         for (parameter, _), flag in zip(unused, flags, strict=True):
             if not flag:
                 parameter.grad = None
+        self.reset()
 
     def reset(self) -> None:
         """Forget a step that failed."""

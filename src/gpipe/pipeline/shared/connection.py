@@ -15,26 +15,19 @@ from gpipe.pipeline.stage import Stage
 def connect_stages(
     stages: Mapping[int, Stage], layers: nn.ModuleDict, job: Job, *, shards: bool, synchronizes: bool
 ) -> None:
-    """Let stages average gradients and, if requested, exchange statistics over the replicas.
-
-    Args:
-        stages: of this process, by index.
-        layers: of this process, by their index in the model.
-        job: the processes that train together.
-        shards: whether the replicas shard their weights.
-        synchronizes: whether batch norms exchange statistics.
-    """
+    """Let stages average gradients over the replicas, or shard weights, and let batch norms exchange statistics."""
     if job.num_replicas == 1:
         return
-    if shards:
-        from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
+    for k, stage in stages.items():
+        if shards:
+            from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
+
+            stage.averaging = Sharding(stage.layers, job.replicas)
+        else:
+            stage.averaging = Averaging(stage.layers, job.replicas, is_awaited=k > 0)
     if synchronizes:
         from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
-    for k, stage in stages.items():
-        stage.averaging = (
-            Sharding(stage.layers, job.replicas) if shards else Averaging(stage.layers, job.replicas, is_awaited=k > 0)
-        )
-    if synchronizes:
+
         exchange = StatisticsExchange(job.connect_replicas(), layers.named_modules(prefix="layers"))
         for stage in stages.values():
             stage.exchange = exchange

@@ -107,7 +107,9 @@ class ShardedOptimizer(Optimizer):
         """
         found: dict[str, Tensor] = {}
         with self._job.guard(), self._job.replicas.waiting():
-            specs = [(name, str(one.dtype), list(one.shape), _read_number(one)) for name, one in own.items()]
+            specs = [
+                (name, str(one.dtype), list(one.shape), None if one.ndim else one.item()) for name, one in own.items()
+            ]
             for replica, part in enumerate(self._job.replicas.gather(specs)):
                 for name, dtype, shape, number in part:
                     found[name] = self._receive(own.get(name), replica, getattr(torch, dtype[6:]), shape, number)
@@ -136,8 +138,3 @@ def share_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
         owners[place] = shares.index(min(shares))
         shares[owners[place]] += sizes[place]
     return owners
-
-
-def _read_number(tensor: Tensor) -> Any:
-    """Return the value of a tensor without dimensions; None for any other."""
-    return tensor.item() if tensor.ndim == 0 else None

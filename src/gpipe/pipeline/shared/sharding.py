@@ -53,11 +53,7 @@ class _Use(torch.autograd.Function):
 class Sharding:
     """Shards the weights of one stage over its replicas; replaces their averaging.
 
-    The layers' weights and buffers become those of replica 0.
-
-    Args:
-        layers: of the stage, by index; changed in place.
-        replicas: at least two.
+    The layers are changed in place; their weights and buffers become those of replica 0.
 
     Attributes:
         is_last_backward: whether the next backward is a step's last.
@@ -95,16 +91,9 @@ class Sharding:
         yield
 
     def reduce_all(self) -> None:
-        """Do nothing: the last backward averages."""
+        """Do nothing: the last backward averages, and returns once the averages are there; no gradient is missing."""
 
-    def wait(self) -> None:
-        """Do nothing: a backward returns once its averages are there."""
-
-    def finish_step(self) -> None:
-        """Do nothing: no gradient is missing."""
-
-    def reset(self) -> None:
-        """Do nothing: the next step starts afresh."""
+    wait = finish_step = reset = reduce_all
 
     def _set(self, *, is_last_backward: bool) -> None:
         self.is_last_backward = is_last_backward

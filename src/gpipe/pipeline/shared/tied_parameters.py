@@ -253,16 +253,12 @@ def _refuse_hooks(member: Member, parameter: Parameter) -> None:
 class TiedGradients:
     """Leaves in each copy's `.grad` what a single parameter in all those layers would have there.
 
-    Every process of the job makes one.
-
-    Args:
-        groups: of the whole model.
-        layers: of this process, by index.
-        owners: of each layer of the model, the process of the pipeline that has it.
-        job: connects the processes.
+    Every process of the job makes one. `owners` has, for each layer of the model, the process of the pipeline that has
+    it.
 
     Attributes:
         names: the full names of the copies of each tied parameter in the whole model.
+        bits: the sum of the bits of each of this process's copies when the step began, by full name; on its device.
     """
 
     def __init__(
@@ -279,7 +275,7 @@ class TiedGradients:
         self._copies = self._find_copies()
         self._repeated = {name for names in self.names for name in names[1:]}
         self._earlier: dict[Member, Tensor] = {}
-        self._bits: dict[Member, Tensor] = {}
+        self.bits: dict[str, Tensor] = {}
 
     def deduplicate(self, named: Iterable[tuple[str, _Value]]) -> Iterator[tuple[str, _Value]]:
         """Yield the values with each tied parameter only once, under its first layer's name."""
@@ -292,7 +288,7 @@ class TiedGradients:
             ValueError: a copy has a hook now, or is gone from its layer.
         """
         self._copies = self._find_copies()
-        self._bits = {member: add_up_bits(parameter) for member, parameter in self._copies.items()}  # read at the end
+        self.bits = {member.full_name: add_up_bits(parameter) for member, parameter in self._copies.items()}
         self._earlier = {}
         for member, parameter in self._copies.items():
             _refuse_hooks(member, parameter)
@@ -318,10 +314,6 @@ class TiedGradients:
             parameter = self._copies[member]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
-
-    def bits(self) -> dict[str, Tensor]:
-        """Return the sum of the bits of each of this process's copies when the step began, by name; on its device."""
-        return {member.full_name: bits for member, bits in self._bits.items()}
 
     def refuse_parted(self, bits: Iterable[Mapping[str, float]]) -> None:
         """Refuse copies that were not equal.
