@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline import split_backward
 from gpipe.training.numerics import set_numerics
+from tests.support.program_server import start_function
 
 
 class ProcessPool:
@@ -30,18 +31,8 @@ class ProcessPool:
     def __init__(self, size: int) -> None:
         self._store = serve_store(LOOPBACK)
         self._calls = 0
-        # Forked from a server that has loaded what takes seconds, once for all of them.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "gpipe.models"])
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._pipes = [start_function(_serve, rank, self._store.port) for rank in range(size)]
+        self._pids: list[int] = [pipe.recv() for pipe in self._pipes]
 
     def run(self, num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what each process's call returned, by rank; fail if one of them raised."""
@@ -57,14 +48,12 @@ class ProcessPool:
 
     def close(self) -> None:
         """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5)
-            process.kill()
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(pipe: Connection, rank: int, port: int) -> None:
+    pipe.send(os.getpid())
     gc.freeze()  # no collection need go through what is loaded
     torch.set_num_threads(1)
     split_backward.SMALL_PRODUCT = 0
