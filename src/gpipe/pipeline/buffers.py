@@ -184,9 +184,8 @@ class Buffers:
 
     def _name(self, place: BufferPlace) -> str:
         """Return the name of a buffer in the whole model."""
-        modules = ((i, name, m) for i, layer in self._layers.items() for name, m in layer.named_modules())
-        path = next((str(i), name) for i, name, module in modules if id(module) == place[0])
-        return ".".join(filter(None, ("layers", *path, place[1])))
+        named = (pair for i, layer in self._layers.items() for pair in layer.named_modules(prefix=f"layers.{i}"))
+        return next(f"{path}.{place[1]}" for path, module in named if id(module) == place[0])
 
     @torch.no_grad()
     def _restore(self, snapshot: BufferCopies) -> None:

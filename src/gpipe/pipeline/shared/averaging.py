@@ -126,9 +126,9 @@ class Averaging:
 
     def _refuse_partly_frozen(self) -> None:
         named = [
-            (f"layers.{index}.{name}", parameter.requires_grad)
+            (name, parameter.requires_grad)
             for index, layer in self._layers.items()
-            for name, parameter in layer.named_parameters()
+            for name, parameter in layer.named_parameters(prefix=f"layers.{index}")
         ]
         for other in self.replicas.gather([is_trained for _, is_trained in named]):
             for (name, is_trained), is_trained_there in zip(named, other, strict=True):

@@ -17,6 +17,7 @@ Import it only in a pipeline that synchronises: it loads torch.compile's machine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class StatisticsExchange:
 
     def among(self, layers: Mapping[int, nn.Module]) -> StatisticsExchange:
         """Return an exchange for other layers, by index, such as averages of these."""
-        named = ((f"layers.{index}.{name}", m) for index, layer in layers.items() for name, m in layer.named_modules())
-        return StatisticsExchange(self._replicas, named)
+        named = (layer.named_modules(prefix=f"layers.{index}") for index, layer in layers.items())
+        return StatisticsExchange(self._replicas, chain.from_iterable(named))
 
     def start(self) -> SynchronizedMicroBatch:
         """Return what normalises a stage's next micro-batch."""

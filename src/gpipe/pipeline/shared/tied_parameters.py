@@ -230,15 +230,12 @@ def _copy_shared_modules(module: nn.Module, seen: Container[int], memo: dict[int
 def _refuse_shared_batch_norms(layers: nn.Sequential) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if not isinstance(module, MicroBatchNorm):
-                continue
-            full_name = ".".join(filter(None, ("layers", str(index), name)))
-            first, first_name = owners.setdefault(id(module), (index, full_name))
-            if first != index:
+        for name, module in layer.named_modules(prefix=f"layers.{index}"):
+            first, first_name = owners.setdefault(id(module), (index, name))
+            if isinstance(module, MicroBatchNorm) and first != index:
                 raise ValueError(
-                    f"{first_name} and {full_name} are one batch norm, whose moving averages two layers cannot share; "
-                    "give each its own"
+                    f"{first_name} and {name} are one batch norm, whose moving averages two layers cannot share; give "
+                    "each its own"
                 )
 
 
