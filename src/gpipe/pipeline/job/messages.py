@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.host_memory import allocate_on_host
-from gpipe.pipeline.job.sockets import Connection, connect
+from gpipe.pipeline.job.sockets import Connection, accept, offer
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of the first message of a text
@@ -52,10 +52,14 @@ class Messenger:
                 self._connections[peer] = connection
 
     def connect(self, peer: int, *, offers: bool) -> Connection | None:
-        """Return a new connection to a rank of the group, as `sockets.connect` does; the watch can end its waits."""
-        connection = connect(self, peer, offers=offers)
-        if connection is not None:
-            self._watch.guard_connection(connection)
+        """Return this end of a new connection to a rank of the group, or None if that is on another host.
+
+        One end `offers` it, the other does not. The watch can end its waits.
+        """
+        if (found := offer(self, peer) if offers else accept(self, peer)) is None:
+            return None
+        connection = Connection(found, self._ranks[peer])
+        self._watch.guard_connection(connection)
         return connection
 
     def close(self) -> None:

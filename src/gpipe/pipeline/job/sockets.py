@@ -92,18 +92,8 @@ def _drop(parts: Sequence[Any], num_bytes: int) -> Sequence[Any]:
     return ()
 
 
-def connect(messenger: Messenger, peer: int, *, offers: bool) -> Connection | None:
-    """Return this end of a new connection to a rank of a group; None if the two are on different hosts.
-
-    Both ends call it.
-
-    offers: whether this end offers the connection; the other one does not.
-    """
-    found = _offer(messenger, peer) if offers else _accept(messenger, peer)
-    return None if found is None else Connection(found, messenger.rank_in_job(peer))
-
-
-def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
+def offer(messenger: Messenger, peer: int) -> socket.socket | None:
+    """Offer a connection to a rank of a group; return this end, or None if the two are on different hosts."""
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
         path = ""
         with suppress(OSError):  # such as a path that is too long: then there is no connection
@@ -115,7 +105,8 @@ def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
         return listener.accept()[0] if messenger.receive(peer) else None
 
 
-def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
+def accept(messenger: Messenger, peer: int) -> socket.socket | None:
+    """Accept the connection that a rank of a group offers; return this end, or None if it is on another host."""
     (path, network), found = messenger.receive(peer), socket.socket(socket.AF_UNIX)
     try:
         found.connect(path if network == _find_network() else "")
