@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,15 +144,12 @@ class DeviceWork:
             self._deliveries.append(delivery)
 
     def find_undelivered(self) -> list[int]:
-        """Return the ranks for which data are ready that have not been sent; they may not need them yet.
-
-        Raises:
-            RuntimeError: a GPU failed.
-        """
-        with self._lock:
+        """Return the ranks for which data are ready that have not been sent; they may not need them yet."""
+        with self._lock, suppress(RuntimeError):  # a GPU failed: the thread that waits for it reports that
             left = [one for one in self._deliveries if one.sent is None or not one.sent.query()]
             self._deliveries = left
             return sorted({rank for one in left if one.ready.query() for rank in one.ranks})
+        return []
 
     def clear(self) -> None:
         """Forget everything, after a failure."""

@@ -270,7 +270,7 @@ class Watch:
         compiling = self.activity.compiling
         self._progress += compiling is not None  # however long it takes
         progress = self._progress + self._device_work.num_done
-        undelivered = self._find_undelivered()
+        undelivered = self._device_work.find_undelivered()
         state = [self._looks, progress, others, str(self.activity), compiling, data_from, undelivered]
         self._board.write(f"state/{self._rank}", state)
         if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
@@ -295,12 +295,6 @@ class Watch:
             return None
         ranks, since = (wait.ranks, wait.since) if wait is not None else ((), self._device_work.since)
         return _Wait((*ranks, *first.ranks), since, first.ranks)
-
-    def _find_undelivered(self) -> list[int]:
-        try:
-            return self._device_work.find_undelivered()
-        except RuntimeError:  # the GPU failed
-            return []
 
     @property
     def pause_seconds(self) -> float:
@@ -341,7 +335,7 @@ class Watch:
         """Follow the notes of who waits for whom to the processes that wait for none, and name them if they hang."""
         reached: dict[int, list[int]] = {self._rank: []}
         data_from: dict[int, Sequence[int]] = {self._rank: wait.data_from}
-        undelivered = {self._rank: self._find_undelivered()}
+        undelivered = {self._rank: self._device_work.find_undelivered()}
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:

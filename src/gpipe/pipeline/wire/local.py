@@ -28,21 +28,12 @@ class LocalSender(Sender):
         self._connection = link.connection
         super().__init__(link)
 
-    def send(self, payload: Payload, batch: MiniBatch) -> None:
-        """Send a payload, without waiting for anything.
-
-        Raises:
-            LostPeer: the connection is gone.
-        """
-        if self._error is not None:
-            raise self._error
-        predicted = self._formats.predict()
-        found = MessageFormat.of(payload, batch, predicted)
+    def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
         # Once the format is announced, the payload must follow.
-        if found is not predicted:
-            self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.num_bytes)])
+        self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.num_bytes)])
+
+    def _send(self, found: MessageFormat, payload: Payload) -> None:
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
-        self._formats.advance(found)
 
     def _deliver_at_once(self, parts: Sequence[Any]) -> None:
         if self._num_left == self._num_sent:

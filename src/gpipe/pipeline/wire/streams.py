@@ -185,9 +185,16 @@ class Sender(_End):
         predicted = self._formats.predict()
         found = MessageFormat.of(payload, batch, predicted)
         if found is not predicted:
-            self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
-        prefix = self._formats.prefix()
+            self._announce(found, predicted)
+        self._send(found, payload)
         self._formats.advance(found)
+
+    def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
+        self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
+
+    def _send(self, found: MessageFormat, payload: Payload) -> None:
+        """Send a payload in a format that the receiver expects now."""
+        prefix = self._formats.prefix()
         content = [prefix] if self.link.nccl is not None else found.lay_out(prefix, payload)
         message = torch.frombuffer(bytearray().join(content), dtype=torch.uint8)  # a copy: the payload may change
         if self.link.nccl is None:
