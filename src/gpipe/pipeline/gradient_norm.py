@@ -48,24 +48,20 @@ def compute_norms(
                 "number of stages; set sparse=False in its layer"
             )
         alike.setdefault((gradient.device, gradient.dtype), []).append(name)
-    names_of: dict[torch.device, list[str]] = {}
-    norms_of: dict[torch.device, list[Tensor]] = {}
+    rows: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
     for (device, dtype), names in alike.items():
         wide = torch.float32 if dtype.itemsize == 2 else None  # in float16, norms of finite numbers soon overflow
         norms = norm_of_each([gradients[name] for name in names], dtype=wide)
-        names_of.setdefault(device, []).extend(names)
-        norms_of.setdefault(device, []).append(torch.stack(norms).double())
-    others = {f"beside {name}": number for name, number in (beside or {}).items()}
-    for name, number in others.items():
-        names_of.setdefault(number.device, []).append(name)
-        norms_of.setdefault(number.device, []).append(number.view(1))
+        rows.setdefault(device, []).append((names, torch.stack(norms).double()))
+    for name, number in (beside or {}).items():
+        rows.setdefault(number.device, []).append(([f"beside {name}"], number.view(1)))
     found: dict[str, float] = {}
     # The norms of all GPUs are collected on one of them, as the host waits for each GPU that it reads from.
-    for type_ in {device.type for device in norms_of}:
-        devices = [device for device in norms_of if device.type == type_]
-        parts = [norm.to(devices[0], non_blocking=True) for device in devices for norm in norms_of[device]]
-        names = [name for device in devices for name in names_of[device]]
-        found.update(zip(names, torch.cat(parts).tolist(), strict=True))
+    for type_ in {device.type for device in rows}:
+        own = [row for device, of_device in rows.items() if device.type == type_ for row in of_device]
+        first = own[0][1].device
+        numbers = torch.cat([part.to(first, non_blocking=True) for _, part in own]).tolist()
+        found.update(zip((name for names, _ in own for name in names), numbers, strict=True))
     exact = [(name, _recompute_if_not_finite(found[name], gradient)) for name, gradient in gradients.items()]
     return exact + [(name, found[f"beside {name}"]) for name in beside or {}]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,45 +83,54 @@ def train(
     return weights, {key: one.numpy().copy() for key, one in state.items()}, kept
 
 
+def train_each(
+    rank: int, num_stages: int, make: Callable[[int], nn.Sequential]
+) -> list[list[tuple[Numbers, Numbers, int]]]:
+    """Return, for each optimizer, what `train` does, without shards and with them."""
+    return [[train(rank, num_stages, make, name, shards) for shards in (False, True)] for name in OPTIMIZERS]
+
+
 def train_both(
-    processes: ProcessPool, layout: tuple[int, int], make: Callable[[int], nn.Sequential], name: str
-) -> list[tuple[list[int], int]]:
-    """Compare what each process has; return by stage the size of the state that each replica keeps, and of all."""
+    processes: ProcessPool, layout: tuple[int, int], make: Callable[[int], nn.Sequential]
+) -> Iterator[list[tuple[list[int], int]]]:
+    """Compare what each process has with each optimizer.
+
+    Yields by stage the size of the state that each replica keeps, and of all.
+    """
     num_replicas, num_stages = layout
-    full, shared = (
-        processes.run(num_replicas * num_stages, train, num_stages, make, name, shards) for shards in (False, True)
-    )
-    for rank, ((weights, state, kept), (expected, expected_state, _)) in enumerate(zip(shared, full, strict=True)):
-        assert list(weights) == list(expected) and list(state) == list(expected_state)
-        assert all(np.array_equal(weights[key], expected[key]) for key in weights), rank
-        there = {key: value for key, value in state.items() if rank < num_stages or value.size > 0}
-        assert all(np.array_equal(there[key], expected_state[key]) for key in there), rank
-        if rank >= num_stages:  # it does not save
-            assert sum(value.size for value in there.values() if value.ndim) == kept, "it holds others' state"
-    return [([one[2] for one in shared[stage::num_stages]], full[stage][2]) for stage in range(num_stages)]
+    answers = processes.run(num_replicas * num_stages, train_each, num_stages, make)
+    for name, outcomes in zip(OPTIMIZERS, zip(*answers, strict=True), strict=True):
+        for rank, ((expected, expected_state, _), (weights, state, kept)) in enumerate(outcomes):
+            assert list(weights) == list(expected) and list(state) == list(expected_state)
+            assert all(np.array_equal(weights[key], expected[key]) for key in weights), (name, rank)
+            there = {key: value for key, value in state.items() if rank < num_stages or value.size > 0}
+            assert all(np.array_equal(there[key], expected_state[key]) for key in there), (name, rank)
+            if rank >= num_stages:  # it does not save
+                assert sum(value.size for value in there.values() if value.ndim) == kept, "it holds others' state"
+        yield [
+            ([shared[2] for _, shared in outcomes[stage::num_stages]], outcomes[stage][0][2])
+            for stage in range(num_stages)
+        ]
 
 
 LAYOUTS = [(2, 1), (2, 2), (3, 1), (4, 1), (3, 2)]  # replicas and stages
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_and_the_whole_state_are_those_of_replicas_that_keep_all(
-    name: str, layout: tuple[int, int], processes: ProcessPool
+    layout: tuple[int, int], processes: ProcessPool
 ) -> None:
-    for kept, whole in train_both(processes, layout, make_layers, name):
-        assert sum(kept) == whole and max(kept) < whole
+    for stages in train_both(processes, layout, make_layers):
+        for kept, whole in stages:
+            assert sum(kept) == whole and max(kept) < whole
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[0] > 2], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_replica_without_a_parameter_of_its_own_takes_part(
-    name: str, layout: tuple[int, int], processes: ProcessPool
-) -> None:
-    first, *others = train_both(processes, layout, make_one_parameter, name)
-    kept, whole = first
-    assert sorted(kept) == [0] * (layout[0] - 1) + [whole] and whole > 0
-    assert all(whole == 0 for _, whole in others)
+def test_a_replica_without_a_parameter_of_its_own_takes_part(layout: tuple[int, int], processes: ProcessPool) -> None:
+    for first, *others in train_both(processes, layout, make_one_parameter):
+        kept, whole = first
+        assert sorted(kept) == [0] * (layout[0] - 1) + [whole] and whole > 0
+        assert all(whole == 0 for _, whole in others)
 
 
 def save(rank: int, folder: Path, shards: bool, num_steps: int) -> None:

@@ -30,7 +30,6 @@ Weights = dict[str, np.ndarray]
 MODES = ("always", "except_last", "never")
 LAYOUTS = (
     (1, (5,), "gpipe"),
-    (2, (2, 3), "gpipe"),
     (2, (2, 3), "1f1b"),
     (2, (1, 1, 1, 2), "interleaved_1f1b"),
 )
