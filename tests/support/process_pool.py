@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import traceback
@@ -31,7 +32,10 @@ class ProcessPool:
     def __init__(self, size: int) -> None:
         self._store = serve_store(LOOPBACK)
         self._calls = 0
-        self._pipes = [start_function(_serve, rank, self._store.port) for rank in range(size)]
+        key = (
+            multiprocessing.current_process().authkey.hex()
+        )  # tensors come as files, which only its holders may ask for
+        self._pipes = [start_function(_serve, rank, self._store.port, key) for rank in range(size)]
         self._pids: list[int] = [pipe.recv() for pipe in self._pipes]
 
     def run(self, num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -52,7 +56,8 @@ class ProcessPool:
             os.kill(pid, signal.SIGKILL)
 
 
-def _serve(pipe: Connection, rank: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, port: int, key: str) -> None:
+    multiprocessing.current_process().authkey = bytes.fromhex(key)
     pipe.send(os.getpid())
     gc.freeze()  # no collection need go through what is loaded
     torch.set_num_threads(1)
