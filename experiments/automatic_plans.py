@@ -18,8 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.program import StudyProgram, track
-from gpipe.records import make_record
-from reproductions.bubble.plans import AUTOMATIC_PLANS, automatic_plans, automatic_plans_run
+from reproductions.bubble.plans import AUTOMATIC_PLANS
 
 ROOT = Path(__file__).parents[1]
 DEVICES = ("device=h100", "num_devices=8", "pipeline=auto")
@@ -45,9 +44,8 @@ def search(words: tuple[str, ...]) -> tuple[float, list[str]]:
     return seconds, [cell.strip() for cell in row.split("│")[1:-1]]
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    tables = {"bubble": [automatic_plans, automatic_plans_run]}
+if __name__ == "__main__":
+    tables = {"bubble": AUTOMATIC_PLANS.tables}
     program = StudyProgram(__doc__, tables, rounds=3, what_rounds_are="searches of each model")
     options = program.parse()
     found: dict[str, list[tuple[float, list[str]]]] = {model: [] for model in CASES}
@@ -71,9 +69,4 @@ def main() -> None:
             }
         )
     settings = {"rounds": options.rounds, "devices": list(DEVICES), "words": {k: list(v) for k, v in CASES.items()}}
-    record = make_record(kind="measured", experiment=AUTOMATIC_PLANS, config=settings, seed=0, results={"rows": rows})
-    program.publish({"bubble": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(AUTOMATIC_PLANS.make_record(settings, {"rows": rows}))

@@ -30,21 +30,11 @@ from gpipe import Pipeline
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.records import make_record
 from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from reproductions import ROOT
-from reproductions.bubble.saves import (
-    CHECKPOINT_COST,
-    DCP_ASYNCHRONOUS,
-    DCP_SYNCHRONOUS,
-    OURS,
-    checkpoint_cost,
-    checkpoint_cost_on_gpus,
-    checkpoint_cost_on_gpus_run,
-    checkpoint_cost_run,
-)
+from reproductions.bubble.saves import CHECKPOINT_COST, DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, OURS, TABLES
 
 MOST_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
@@ -147,10 +137,8 @@ def measure(
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    tables = {"bubble": [checkpoint_cost, checkpoint_cost_run, checkpoint_cost_on_gpus, checkpoint_cost_on_gpus_run]}
-    program = StudyProgram(__doc__, tables, rounds=11, what_rounds_are="saves in each way")
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {"bubble": TABLES}, rounds=11, what_rounds_are="saves in each way")
     program.parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
     program.parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layers are")
     options = program.parse()
@@ -165,16 +153,5 @@ def main() -> None:
         torch.multiprocessing.start_processes(measure, arguments, num_processes, start_method="forkserver")
     size, measured = queue.get()
     config = {"num_bytes": size, "num_processes": num_processes, "rounds": options.rounds, "width": options.width}
-    record = make_record(
-        kind="measured",
-        experiment=CHECKPOINT_COST,
-        config=config,
-        seed=0,
-        results={"rows": measured},
-        gpus=[torch.cuda.get_device_name(index) for index in range(min(num_processes, num_gpus))],
-    )
-    program.publish({"bubble": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    gpus = [torch.cuda.get_device_name(index) for index in range(min(num_processes, num_gpus))]
+    program.publish_record(CHECKPOINT_COST.make_record(config, {"rows": measured}, gpus=gpus))

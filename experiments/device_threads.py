@@ -17,8 +17,7 @@ from torch.nn import functional as F
 import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
-from gpipe.records import make_record
-from reproductions.bubble.overheads import DEVICE_THREADS, device_threads, device_threads_run
+from reproductions.bubble.overheads import DEVICE_THREADS
 
 NUM_CLASSES, IMAGES_PER_MICROBATCH, MOST_GPUS = 1000, 8, 4
 STEPS = 3  # of each turn
@@ -68,9 +67,8 @@ def measure(setting: Setting, num_gpus: int, rounds: int) -> dict[str, list[floa
     return seconds
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    program = StudyProgram(__doc__, {"bubble": [device_threads, device_threads_run]}, rounds=9)
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {"bubble": DEVICE_THREADS.tables}, rounds=9)
     program.parser.add_argument("--small", action="store_true", help="sizes that a test can afford")
     options = program.parse()
     num_gpus = min(torch.cuda.device_count(), MOST_GPUS)
@@ -83,16 +81,6 @@ def main() -> None:
         "num_stages": num_gpus,
         "rounds": options.rounds,
     }
-    record = make_record(
-        kind="measured",
-        experiment=DEVICE_THREADS,
-        config=config,
-        seed=0,
-        results={"seconds": measure(setting, num_gpus, options.rounds)},
-        gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
-    )
-    program.publish({"bubble": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    gpus = [torch.cuda.get_device_name(index) for index in range(num_gpus)]
+    results = {"seconds": measure(setting, num_gpus, options.rounds)}
+    program.publish_record(DEVICE_THREADS.make_record(config, results, gpus=gpus))

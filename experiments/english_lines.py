@@ -15,8 +15,7 @@ from experiments.program import StudyProgram
 from gpipe.config import compose_plain
 from gpipe.data import SPLITS, open_corpus, open_tokenizer
 from gpipe.data.text.multilingual_text import list_embedded_languages, read_embedded_pairs
-from gpipe.records import make_record
-from reproductions.english_lines import EXPERIMENT, english_lines
+from reproductions.english_lines import ENGLISH_LINES
 
 CLAIMS = ("figure3_multilingual", "table5_batch_size")
 DATA = "multilingual_embedded"
@@ -49,15 +48,9 @@ def list_lines(split: str, max_tokens: int) -> dict[str, list[int]]:
     }
 
 
-def main() -> None:
-    """Count and record."""
-    program = StudyProgram(__doc__, {claim: [english_lines] for claim in CLAIMS})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, dict.fromkeys(CLAIMS, ENGLISH_LINES.tables))
     program.parse()
     data = compose_plain(["+experiment=deep_or_wide_laptop"])["data"]
     results = {"same": find_same(), "lines": {split: list_lines(split, data["max_tokens"]) for split in SPLITS[1:]}}
-    record = make_record(kind="measured", experiment=EXPERIMENT, config={"data": data}, seed=0, results=results)
-    program.publish({claim: [record] for claim in CLAIMS})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(ENGLISH_LINES.make_record({"data": data}, results))

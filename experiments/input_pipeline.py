@@ -24,8 +24,7 @@ from PIL import Image
 import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
 from experiments.program import StudyProgram, track
 from gpipe.data import ImageFiles, ImageLoader, training_transform
-from gpipe.records import make_record
-from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
+from reproductions.table4_imagenet_and_transfer.tables import INPUT_PIPELINE
 
 # isort: split
 from torch.utils.data import DataLoader
@@ -98,9 +97,8 @@ def measure(folder: Path, options: argparse.Namespace, image_size: int, num_work
     return row
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    program = StudyProgram(__doc__, {CLAIM: [input_pipeline]}, rounds=9, what_rounds_are="epochs of each loader")
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: INPUT_PIPELINE.tables}, rounds=9, what_rounds_are="epochs of each loader")
     parser = program.parser
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -120,9 +118,4 @@ def main() -> None:
     config = {"num_images": options.num_images, "batch_size": options.batch_size, "rounds": options.rounds}
     config |= {"width": WIDTH, "height": HEIGHT, "quality": QUALITY}
     results = {"grid": grid, "mean_file_bytes": num_bytes}
-    record = make_record(kind="measured", experiment="input_pipeline", config=config, seed=0, results=results)
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(INPUT_PIPELINE.make_record(config, results))

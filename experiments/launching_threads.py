@@ -20,8 +20,7 @@ import torch
 
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
-from gpipe.records import make_record
-from reproductions.bubble.overheads import LAUNCHING_THREADS, launching_threads, launching_threads_run
+from reproductions.bubble.overheads import LAUNCHING_THREADS
 
 NUM_LAYERS, NUM_FILTERS, BATCH_SIZE, IMAGE_SIZE = 6, 8, 2, 32
 SECONDS = 2.0  # of each turn
@@ -84,25 +83,14 @@ def measure(rounds: int, seconds: float = SECONDS) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Measure, and record."""
-    program = StudyProgram(__doc__, {"bubble": [launching_threads, launching_threads_run]}, rounds=5)
-    options = program.parse()
-    record = make_record(
-        kind="measured",
-        experiment=LAUNCHING_THREADS,
-        config={
-            "model": {"num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS},
-            "batch_size": BATCH_SIZE,
-            "image_size": IMAGE_SIZE,
-            "rounds": options.rounds,
-            "seconds": SECONDS,
-        },
-        seed=0,
-        results={"rows": measure(options.rounds)},
-    )
-    program.publish({"bubble": [record]})
-
-
 if __name__ == "__main__":
-    main()
+    program = StudyProgram(__doc__, {"bubble": LAUNCHING_THREADS.tables}, rounds=5)
+    options = program.parse()
+    config = {
+        "model": {"num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS},
+        "batch_size": BATCH_SIZE,
+        "image_size": IMAGE_SIZE,
+        "rounds": options.rounds,
+        "seconds": SECONDS,
+    }
+    program.publish_record(LAUNCHING_THREADS.make_record(config, {"rows": measure(options.rounds)}))

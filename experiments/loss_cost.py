@@ -22,17 +22,9 @@ from torch.nn import functional as F
 from experiments.program import StudyProgram, track
 from gpipe.planning.ledger import Work
 from gpipe.planning.profile import profile_layers
-from gpipe.records import make_record
 from gpipe.training.evaluation import TokenMetrics
 from gpipe.training.losses import TokenLoss
-from reproductions.table2_throughput.tables import (
-    LOSS_BYTES,
-    LOSS_SECONDS,
-    loss_bytes,
-    loss_bytes_run,
-    loss_seconds,
-    loss_seconds_run,
-)
+from reproductions.table2_throughput.tables import LOSS_BYTES, LOSS_SECONDS
 
 NUM_TOKENS, LENGTH, VOCABULARY = 4096, 256, 64_000
 SMOOTHING, LIMIT, PADDING = 0.1, 30.0, 1
@@ -122,9 +114,8 @@ def _clock(loss: Loss, logits: Tensor, targets: dict[str, Tensor], *, trains: bo
     return time.process_time() - start
 
 
-def main() -> None:
-    """Count, then measure."""
-    tables = {"table2_throughput": [loss_bytes, loss_bytes_run, loss_seconds, loss_seconds_run]}
+if __name__ == "__main__":
+    tables = {"table2_throughput": [*LOSS_BYTES.tables, *LOSS_SECONDS.tables]}
     program = StudyProgram(__doc__, tables, rounds=10, what_rounds_are="pairs of both ways")
     options = program.parse()
     torch.set_num_threads(1)
@@ -137,17 +128,7 @@ def main() -> None:
         measured.append(case | measure(WAYS[name], dtype, options.rounds, trains=name == "training"))
     config = {"num_tokens": NUM_TOKENS, "vocabulary_size": VOCABULARY, "label_smoothing": SMOOTHING}
     records = [
-        make_record(kind="planned", experiment=LOSS_BYTES, config=config, seed=0, results={"rows": counted}),
-        make_record(
-            kind="measured",
-            experiment=LOSS_SECONDS,
-            config=config | {"rounds": options.rounds},
-            seed=0,
-            results={"rows": measured},
-        ),
+        LOSS_BYTES.make_record(config, {"rows": counted}, kind="planned"),
+        LOSS_SECONDS.make_record(config | {"rounds": options.rounds}, {"rows": measured}),
     ]
     program.publish({"table2_throughput": records})
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
-from gpipe.records import make_record
-from reproductions.bubble.overheads import one_stage_overhead, one_stage_overhead_run
+from reproductions.bubble.overheads import ONE_STAGE_OVERHEAD
 
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
 
@@ -76,7 +75,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    tables = {"bubble": [one_stage_overhead, one_stage_overhead_run]}
+    tables = {"bubble": ONE_STAGE_OVERHEAD.tables}
     program = StudyProgram(__doc__, tables, rounds=41, what_rounds_are="steps of each")
     options = program.parse()
     torch.set_num_threads(1)
@@ -89,5 +88,4 @@ if __name__ == "__main__":
         "num_microbatches": NUM_MICROBATCHES,
         "image_size": IMAGE_SIZE,
     }
-    record = make_record(kind="measured", experiment="one_stage_overhead", config=settings, seed=0, results=results)
-    program.publish({"bubble": [record]})
+    program.publish_record(ONE_STAGE_OVERHEAD.make_record(settings, results))

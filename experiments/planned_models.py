@@ -17,14 +17,8 @@ from gpipe.config import register_schemas, to_run
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.programs.complete import complete
 from gpipe.programs.layout import build_planner, build_setting
-from gpipe.records import make_record
 from reproductions import ROOT
-from reproductions.task_independence.tables import (
-    PLANNED_EXPERIMENT,
-    PLANNED_STAGES,
-    planned_models,
-    planned_models_run,
-)
+from reproductions.task_independence.tables import PLANNED_MODELS, PLANNED_STAGES
 
 CLAIM, DEVICE, NUM_CLASSES = "task_independence", "h100", 1000
 MODELS = (
@@ -64,17 +58,11 @@ def plan_model(name: str) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Plan every model, and record."""
-    program = StudyProgram(__doc__, {CLAIM: [planned_models, planned_models_run]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: PLANNED_MODELS.tables})
     program.parse()
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         rows = [plan_model(name) for name in track(MODELS, "models")]
     config = {"device": DEVICE, "settings": list(SETTINGS)}
-    record = make_record(kind="planned", experiment=PLANNED_EXPERIMENT, config=config, seed=0, results={"models": rows})
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(PLANNED_MODELS.make_record(config, {"models": rows}, kind="planned"))

@@ -32,8 +32,7 @@ from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting, plan_step
 from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
-from gpipe.records import make_record
-from reproductions.bubble.plans import PLANNED_SECONDS, planned_seconds, planned_seconds_run
+from reproductions.bubble.plans import PLANNED_SECONDS
 
 NUM_MICROBATCHES, TIMED_RUNS, NUM_STEPS, PORT = 4, 5, 3, 29820
 
@@ -136,7 +135,7 @@ def _average(seconds: Sequence[float]) -> list[float]:
 if __name__ == "__main__":
     program = StudyProgram(
         __doc__,
-        {"bubble": [planned_seconds, planned_seconds_run]},
+        {"bubble": PLANNED_SECONDS.tables},
         rounds=5,
         what_rounds_are="turns per case, of a timing and three steps",
     )
@@ -152,5 +151,4 @@ if __name__ == "__main__":
         "num_steps": NUM_STEPS,
         "rounds": options.rounds,
     }
-    record = make_record(kind="measured", experiment=PLANNED_SECONDS, config=settings, seed=0, results={"cases": cases})
-    program.publish({"bubble": [record]})
+    program.publish_record(PLANNED_SECONDS.make_record(settings, {"cases": cases}))

@@ -98,6 +98,10 @@ class StudyProgram:
             write_pages()
         print(self._describe_outcome(), file=sys.stderr, flush=True)
 
+    def publish_record(self, record: Record) -> None:
+        """Publish the only record of a study, in each of its claims."""
+        self.publish({claim: [record] for claim in self._tables})
+
     def _keep(self, claim: str, made: Sequence[Record]) -> None:
         if self._folder is not None:
             for record in made:

@@ -28,8 +28,7 @@ from experiments.engine_overhead.sleeping_layers import Sleeper
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.timeline import Timeline
-from gpipe.records import make_record
-from reproductions.bubble.overheads import REPLICA_WAIT, replica_wait, replica_wait_run
+from reproductions.bubble.overheads import REPLICA_WAIT
 
 NUM_STAGES, NUM_LAYERS, NUM_MICROBATCHES = 2, 8, 4
 FORWARD, BACKWARD = 0.02, 0.05  # seconds of a layer
@@ -113,22 +112,10 @@ def measure(rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    """Measure, and record."""
-    tables = {"bubble": [replica_wait, replica_wait_run]}
+if __name__ == "__main__":
+    tables = {"bubble": REPLICA_WAIT.tables}
     program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are=f"turns of each case, of {STEPS} steps")
     options = program.parse()
     config = {"num_stages": NUM_STAGES, "num_microbatches": NUM_MICROBATCHES, "rounds": options.rounds, "steps": STEPS}
-    waits = measure(options.rounds)
-    record = make_record(
-        kind="measured",
-        experiment=REPLICA_WAIT,
-        config=config | {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "weight": list(WEIGHT)},
-        seed=0,
-        results={"wait_seconds": waits},
-    )
-    program.publish({"bubble": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    config |= {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "weight": list(WEIGHT)}
+    program.publish_record(REPLICA_WAIT.make_record(config, {"wait_seconds": measure(options.rounds)}))

@@ -17,8 +17,7 @@ from experiments.table1_capacity.plans import cut_by_variance, make_planner
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Setting
-from gpipe.records import make_record
-from reproductions.bubble.schedules import schedule_memory, schedule_memory_run
+from reproductions.bubble.schedules import SCHEDULE_MEMORY
 
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 # With the stages of each device.
@@ -40,9 +39,8 @@ def plan(planner: Planner, schedule: str, stages_per_device: int, mode: Remateri
     }
 
 
-def main() -> None:
-    """Plan every schedule with every mode."""
-    program = StudyProgram(__doc__, {"bubble": [schedule_memory, schedule_memory_run]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {"bubble": SCHEDULE_MEMORY.tables})
     program.parse()
     planner = make_planner(Column("Transformer-48", NUM_LAYERS, None, NUM_DEVICES), cut_by_variance)
     modes = (Rematerialize.ALWAYS, Rematerialize.NEVER)
@@ -54,15 +52,4 @@ def main() -> None:
         "num_microbatches": NUM_MICROBATCHES,
         "device": planner.accelerator.name,
     }
-    record = make_record(
-        kind="planned",
-        experiment="schedule_memory",
-        config=config,
-        seed=0,
-        results={"rows": rows},
-    )
-    program.publish({"bubble": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(SCHEDULE_MEMORY.make_record(config, {"rows": rows}, kind="planned"))

@@ -34,8 +34,7 @@ from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.planning.task_timing import measure_task_seconds
-from gpipe.records import make_record
-from reproductions.bubble.schedules import schedule_simulation, schedule_simulation_run
+from reproductions.bubble.schedules import SCHEDULE_SIMULATION
 
 # With P and the stages of each device.
 SHAPES = [
@@ -143,12 +142,11 @@ def measure_all(rounds: int, task_seconds: float) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    tables = {"bubble": [schedule_simulation, schedule_simulation_run]}
+    tables = {"bubble": SCHEDULE_SIMULATION.tables}
     program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are="steps of each schedule")
     options = program.parse()
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "uneven": UNEVEN, "rounds": options.rounds}
     torch.set_num_threads(1)
     task_seconds = measure_task_seconds(partial(time.sleep, FORWARD))
     results = {"task_seconds": task_seconds, "grid": measure_all(options.rounds, task_seconds)}
-    record = make_record(kind="measured", experiment="schedule_simulation", config=settings, seed=0, results=results)
-    program.publish({"bubble": [record]})
+    program.publish_record(SCHEDULE_SIMULATION.make_record(settings, results))

@@ -22,8 +22,7 @@ from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.split_backward import run_split_backward
-from gpipe.records import make_record
-from reproductions.bubble.schedules import SPLIT_COST, split_cost, split_cost_run
+from reproductions.bubble.schedules import SPLIT_COST
 
 NUM_FILTERS, NUM_TOKENS = 128, 64
 
@@ -90,12 +89,9 @@ def _run(case: Case, *, splits: bool) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    program = StudyProgram(
-        __doc__, {"bubble": [split_cost, split_cost_run]}, rounds=40, what_rounds_are="turns of each layer"
-    )
+    program = StudyProgram(__doc__, {"bubble": SPLIT_COST.tables}, rounds=40, what_rounds_are="turns of each layer")
     options = program.parse()
     torch.set_num_threads(1)
     rows = [measure(case, options.rounds) for case in track(list_cases(), "layers")]
     settings = {"num_filters": NUM_FILTERS, "num_tokens": NUM_TOKENS, "rounds": options.rounds}
-    record = make_record(kind="measured", experiment=SPLIT_COST, config=settings, seed=0, results={"layers": rows})
-    program.publish({"bubble": [record]})
+    program.publish_record(SPLIT_COST.make_record(settings, {"layers": rows}))

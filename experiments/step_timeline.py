@@ -20,7 +20,7 @@ from experiments.program import StudyProgram, track
 from gpipe.programs.outcome import TRACE_FILE
 from gpipe.records import RECORD_FILE, Record, command_line, read_records
 from reproductions import ROOT
-from reproductions.table2_throughput.tables import TIMELINE, step_timeline, step_timeline_run
+from reproductions.table2_throughput.tables import STEP_TIMELINE, step_timeline
 
 CLAIM = "table2_throughput"
 EXPERIMENTS = ("table2_amoebanet_d_laptop", "table2_transformer_lm_laptop")
@@ -48,7 +48,7 @@ def run(experiment: str, overrides: list[str]) -> Record:
         events = read_events(Path(folder) / "run" / TRACE_FILE)
     kept = {key: record.results[key] for key in ("equal_stages_bubble", "partitions")}
     results = {**kept, "num_devices": record.config["pipeline"]["num_stages"], "events": events}
-    return replace(record, command=command_line(), experiment=TIMELINE, results=results)
+    return replace(record, command=command_line(), experiment=STEP_TIMELINE.experiment, results=results)
 
 
 def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
@@ -59,7 +59,7 @@ def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Recor
 
 
 if __name__ == "__main__":
-    tables = {CLAIM: [step_timeline, step_timeline_run]}
+    tables = {CLAIM: [step_timeline, *STEP_TIMELINE.tables]}
     program = StudyProgram(__doc__, tables, rounds=4, what_rounds_are="runs of each model")
     program.parser.add_argument("overrides", nargs="*", help="settings of train.py for all runs")
     options = program.parse()

@@ -15,10 +15,9 @@ from hydra import compose, initialize_config_dir
 from experiments.program import StudyProgram, track
 from gpipe.config import register_schemas, to_run
 from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
-from gpipe.records import make_record
 from reproductions import ROOT
 from reproductions.pages import read_paper
-from reproductions.table4_imagenet_and_transfer.tables import table4_cost
+from reproductions.table4_imagenet_and_transfer.tables import COST
 
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
 SUSTAINED_FLOPS = 100e12  # per second and accelerator: an A100 or TPUv4 may reach it on these convolutions in bfloat16
@@ -52,22 +51,11 @@ def plan_cost(data: str, train_images: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Plan every row of paper.csv."""
-    program = StudyProgram(__doc__, {FOLDER.name: [table4_cost]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {FOLDER.name: COST.tables})
     program.parse()
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         rows = [plan_cost(row["data"], int(row["train"])) for row in track(read_paper(FOLDER), "data sets")]
-    record = make_record(
-        kind="planned",
-        experiment="table4_cost",
-        config={"sustained_flops": SUSTAINED_FLOPS, "passes": PASSES},
-        seed=0,
-        results={"rows": rows},
-    )
-    program.publish({FOLDER.name: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    config = {"sustained_flops": SUSTAINED_FLOPS, "passes": PASSES}
+    program.publish_record(COST.make_record(config, {"rows": rows}, kind="planned"))

@@ -35,16 +35,8 @@ import numpy as np
 from experiments.program import StudyProgram, track
 from gpipe.data import SPLITS, open_corpus, open_tokenizer
 from gpipe.data.text.multilingual_text import read_embedded
-from gpipe.records import make_record
 from reproductions import ROOT
-from reproductions.figure3_multilingual.text_scale import (
-    BUILD,
-    EXPERIMENT,
-    RESUME,
-    START,
-    text_scale,
-    text_scale_run,
-)
+from reproductions.figure3_multilingual.text_scale import BUILD, RESUME, START, TEXT_SCALE
 
 CLAIM = "figure3_multilingual"
 SHARES = {"a": 0.6, "b": 0.25, "c": 0.1, "d": 0.05}  # of the pairs, by language
@@ -184,7 +176,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    program = StudyProgram(__doc__, {CLAIM: [text_scale, text_scale_run]}, rounds=9)
+    program = StudyProgram(__doc__, {CLAIM: TEXT_SCALE.tables}, rounds=9)
     parser = program.parser
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000], help="pairs")
     parser.add_argument("--batch-size", type=int, default=262_144, help="tokens")
@@ -198,8 +190,7 @@ def main() -> None:
         rows = measure(Path(name), options)
     config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
     config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
-    record = make_record(kind="measured", experiment=EXPERIMENT, config=config, seed=SEED, results={"rows": rows})
-    program.publish({CLAIM: [record]})
+    program.publish_record(TEXT_SCALE.make_record(config, {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from torch.nn import functional as F
 import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
-from gpipe.records import make_record
-from reproductions.bubble.overheads import threads_under_load, threads_under_load_run
+from reproductions.bubble.overheads import THREADS_UNDER_LOAD
 
 ROOT = Path(__file__).parents[1]
 NUM_LAYERS, BATCH_SIZE, IMAGE_SIZE, NUM_MICROBATCHES = 3, 16, 32, 2
@@ -99,7 +98,7 @@ def measure(rounds: int, num_cores: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    tables = {"bubble": [threads_under_load, threads_under_load_run]}
+    tables = {"bubble": THREADS_UNDER_LOAD.tables}
     program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are="steps of each")
     options = program.parse()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -112,6 +111,4 @@ if __name__ == "__main__":
         "image_size": IMAGE_SIZE,
         "num_microbatches": NUM_MICROBATCHES,
     }
-    results = {"rows": rows, "load_before": load_before}
-    record = make_record(kind="measured", experiment="threads_under_load", config=settings, seed=0, results=results)
-    program.publish({"bubble": [record]})
+    program.publish_record(THREADS_UNDER_LOAD.make_record(settings, {"rows": rows, "load_before": load_before}))

@@ -33,9 +33,8 @@ from experiments.program import StudyProgram, track
 from gpipe.planning.accelerator import ACCELERATORS, Speed
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import profile_layers
-from gpipe.records import make_record
 from gpipe.tracing.errors import TracingError
-from reproductions.task_independence.tables import EXPERIMENT, STAGES, traced_models, traced_models_run, traced_share
+from reproductions.task_independence.tables import STAGES, TRACED_MODELS
 
 CLAIM = "task_independence"
 NUM_CLASSES, BATCH_SIZE = 10, 2
@@ -197,9 +196,8 @@ def find_difference(plain: nn.Module, layers: Any, inputs: Any) -> str:
         return "" if torch.equal(_call(plain.eval(), inputs), _call(layers.eval(), inputs)) else "outputs in evaluation"
 
 
-def main() -> None:
-    """Read the command line, examine all models, and record."""
-    program = StudyProgram(__doc__, {CLAIM: [traced_share, traced_models, traced_models_run]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: TRACED_MODELS.tables})
     program.parser.add_argument("--models", nargs="+", help="only these; --record then needs a folder")
     options = program.parse()
     cases = list_models()
@@ -212,9 +210,4 @@ def main() -> None:
         with ProcessPoolExecutor(1 if are_large else os.cpu_count(), mp_context=get_context("spawn")) as pool:
             rows += [row for row, _ in zip(pool.map(examine, part), track(part, "models"), strict=True)]
     config = {"num_classes": NUM_CLASSES, "batch_size": BATCH_SIZE}
-    record = make_record(kind="measured", experiment=EXPERIMENT, config=config, seed=0, results={"models": rows})
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(TRACED_MODELS.make_record(config, {"models": rows}))

@@ -31,8 +31,7 @@ from experiments.peers.engines import Place
 from experiments.peers.processes import fence, run
 from experiments.program import StudyProgram, track
 from gpipe.planning.timing import LayerTimer
-from gpipe.records import make_record
-from reproductions.task_independence.tables import SPEED_EXPERIMENT, traced_speed, traced_speed_run
+from reproductions.task_independence.tables import TRACED_SPEED
 
 CLAIM = "task_independence"
 NUM_CLASSES, BATCH_SIZE, IMAGE_SIZE, NUM_MICROBATCHES = 10, 32, 96, 8
@@ -156,11 +155,10 @@ def measure(name: str, partitions: tuple[int, ...], schedule: str, rounds: int) 
     }
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
+if __name__ == "__main__":
     program = StudyProgram(
         __doc__,
-        {CLAIM: [traced_speed, traced_speed_run]},
+        {CLAIM: TRACED_SPEED.tables},
         rounds=11,
         what_rounds_are=f"steps of each in each of {NUM_JOBS} jobs",
     )
@@ -175,9 +173,4 @@ def main() -> None:
         "num_microbatches": NUM_MICROBATCHES,
         "num_jobs": NUM_JOBS,
     }
-    record = make_record(kind="measured", experiment=SPEED_EXPERIMENT, config=config, seed=0, results={"models": rows})
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(TRACED_SPEED.make_record(config, {"models": rows}))

@@ -27,8 +27,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models.transformer_layers import TransformerLayer
 from gpipe.planning.accelerator import Accelerator, recognize_accelerator
-from gpipe.records import make_record
-from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
+from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION
 
 CLAIM = "table2_throughput"
 MODEL_SIZE, WIDENING, HEAD_SIZE = 2048, 4, 64
@@ -104,9 +103,8 @@ def describe(setting: Setting, tokens: int, flops: int, device: Accelerator | No
     }
 
 
-def main() -> None:
-    """Measure all settings."""
-    tables = {CLAIM: [transformer_utilization, transformer_utilization_run]}
+if __name__ == "__main__":
+    tables = {CLAIM: TRANSFORMER_UTILIZATION.tables}
     program = StudyProgram(
         __doc__, tables, rounds=5, what_rounds_are=f"turns of each setting, of {STEPS_PER_ROUND} steps"
     )
@@ -130,19 +128,8 @@ def main() -> None:
     tokens = arguments.batch * arguments.sequence
     flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence, arguments.width)
     rows = [describe(setting, tokens, flops, device) for setting in made]
-    record = make_record(
-        kind="measured",
-        experiment="transformer_utilization",
-        config={
-            name: getattr(arguments, name)
-            for name in ("layers", "width", "batch", "sequence", "micro_batches", "rounds")
-        },
-        seed=0,
-        results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
-        gpus=[torch.cuda.get_device_name(0)] if has_gpu else [],
-    )
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    names = ("layers", "width", "batch", "sequence", "micro_batches", "rounds")
+    results = {"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")}
+    gpus = [torch.cuda.get_device_name(0)] if has_gpu else []
+    config = {name: getattr(arguments, name) for name in names}
+    program.publish_record(TRANSFORMER_UTILIZATION.make_record(config, results, gpus=gpus))

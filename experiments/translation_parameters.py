@@ -75,8 +75,7 @@ def count_laptop_models() -> list[dict[str, Any]]:
     return [count(*(model[name] for name in names)) for model in models]
 
 
-def main() -> None:
-    """Count every model and record the numbers."""
+if __name__ == "__main__":
     program = StudyProgram(__doc__, {FOLDER.name: [figure3_models, deep_or_wide_models]})
     program.parse()
     record = make_record(
@@ -86,8 +85,4 @@ def main() -> None:
         seed=0,
         results={"models": count_paper_models(), "laptop": count_laptop_models()},
     )
-    program.publish({FOLDER.name: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(record)

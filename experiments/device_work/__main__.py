@@ -20,8 +20,7 @@ from experiments.loss_cost import WAYS
 from experiments.program import StudyProgram, track
 from experiments.replica_wait import IN_BACKWARD, REPLICAS
 from experiments.weight_copies import PER_STEP, PER_USE
-from gpipe.records import make_record
-from reproductions.table2_throughput.tables import DEVICE_WORK, device_work, device_work_run
+from reproductions.table2_throughput.tables import DEVICE_WORK
 from tests.simulated_cuda.machine import Machine
 
 GRAPHS = "a CUDA graph per layer"
@@ -47,9 +46,8 @@ _CASES: list[tuple[str, str, int, Any, tuple[Any, ...]]] = [
 ]
 
 
-def main() -> None:
-    """Count all cases."""
-    program = StudyProgram(__doc__, {"table2_throughput": [device_work, device_work_run]})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {"table2_throughput": DEVICE_WORK.tables})
     program.parse()
     machine, rows = Machine(simulated=True), []
     for what, way, num_processes, function, arguments in track(_CASES, "cases"):
@@ -61,9 +59,4 @@ def main() -> None:
         "num_microbatches": counts.NUM_MICROBATCHES, "num_tokens": counts.NUM_TOKENS, "vocabulary_size":
         counts.VOCABULARY, "autocast": "bfloat16", "width": counts.WIDTH,
     }  # fmt: skip
-    record = make_record(kind="simulated", experiment=DEVICE_WORK, config=config, seed=0, results={"rows": rows})
-    program.publish({"table2_throughput": [record]})
-
-
-if __name__ == "__main__":
-    main()
+    program.publish_record(DEVICE_WORK.make_record(config, {"rows": rows}, kind="simulated"))

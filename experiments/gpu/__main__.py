@@ -25,9 +25,7 @@ from experiments.gpu.steps import TORCHGPIPE, list_steps
 from reproductions import ROOT
 from reproductions.pages import write_pages
 
-
-def main() -> None:
-    """Run all steps, then publish; exit with status 1 if one failed."""
+if __name__ == "__main__":
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="of the steps; default: runs/gpu")
@@ -56,7 +54,3 @@ def main() -> None:
     print(f"{len(ends) - len(failed)} of {len(ends)} steps are done, and their records are on the pages.")
     if failed:
         raise SystemExit(f"error: {', '.join(failed)} failed: see the logs, then run make gpu again.")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,15 +20,13 @@ import torch
 from experiments.image_throughput.amoebanet_steps import NUM_MICROBATCHES
 from experiments.image_throughput.measurements import FULL, SMALL, measure_rows
 from experiments.program import StudyProgram, track
-from gpipe.records import make_record
-from reproductions.table4_imagenet_and_transfer.tables import image_throughput
+from reproductions.table4_imagenet_and_transfer.tables import IMAGE_THROUGHPUT
 
 CLAIM = "table4_imagenet_and_transfer"
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    program = StudyProgram(__doc__, {CLAIM: [image_throughput]}, rounds=10, what_rounds_are="steps that count")
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: IMAGE_THROUGHPUT.tables}, rounds=10, what_rounds_are="steps that count")
     parser = program.parser
     parser.add_argument("--torchgpipe", type=Path, help="a clone of torchgpipe's repository")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
@@ -52,13 +50,6 @@ def main() -> None:
     # To try the script, one mode per model is enough: compilation takes most of the time.
     pairs = list(zip(settings, modes, strict=True)) if options.small else list(product(settings, modes))
     grid = [row for pair in track(pairs, "models and modes") for row in measure_rows(*pair, options, device)]
-    record = make_record(
-        kind="measured", experiment="image_throughput", seed=0,
-        config={"num_microbatches": NUM_MICROBATCHES, "num_steps": options.rounds, "backend": options.backend},
-        results={"grid": grid}, gpus=[torch.cuda.get_device_name()] if has_gpu else [],
-    )  # fmt: skip
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    config = {"num_microbatches": NUM_MICROBATCHES, "num_steps": options.rounds, "backend": options.backend}
+    gpus = [torch.cuda.get_device_name()] if has_gpu else []
+    program.publish_record(IMAGE_THROUGHPUT.make_record(config, {"grid": grid}, gpus=gpus))

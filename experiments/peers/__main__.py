@@ -31,11 +31,9 @@ from experiments.peers.partitions import compare_partitions
 from experiments.peers.processes import Cell
 from experiments.peers.workloads import MODELS, SCALES, Workload
 from experiments.program import StudyProgram, track
-from gpipe.records import make_record
-from reproductions.table2_throughput import peers
+from reproductions.table2_throughput.peers import OURS, PEERS
 
 CLAIM = "table2_throughput"
-OURS = "ours"
 
 
 def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -85,9 +83,8 @@ def parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
-    program = StudyProgram(__doc__, {CLAIM: peers.TABLES}, rounds=7, what_rounds_are="turns of each engine")
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: PEERS.tables}, rounds=7, what_rounds_are="turns of each engine")
     parser = program.parser
     parser.add_argument("--scale", choices=SCALES, default="laptop", help="size of the models")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
@@ -105,14 +102,7 @@ def main() -> None:
     workloads = [SCALES[options.scale][name] for name in options.models]
     partitions = [row for workload in workloads for row in measure_partitions(workload, options)]
     config = {"models": [workload.describe() for workload in workloads], "rounds": options.rounds}
-    record = make_record(
-        kind="measured", experiment="peers", seed=0,
-        config=config | {"steps": options.steps, "device": options.device, "rematerialize": "always"},
-        results={"grid": list(measure_grid(options)), "partitions": partitions},
-        gpus=[torch.cuda.get_device_name()] if options.device == "cuda" else [],
-    )  # fmt: skip
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    config |= {"steps": options.steps, "device": options.device, "rematerialize": "always"}
+    results = {"grid": list(measure_grid(options)), "partitions": partitions}
+    gpus = [torch.cuda.get_device_name()] if options.device == "cuda" else []
+    program.publish_record(PEERS.make_record(config, results, gpus=gpus))

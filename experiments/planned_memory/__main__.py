@@ -27,8 +27,7 @@ from gpipe.pipeline.schedule_choice import SCHEDULES, place_stages
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.fit import Fit
 from gpipe.planning.step import Setting, plan_memory, settle
-from gpipe.records import make_record
-from reproductions.table1_model_size import tables
+from reproductions.table1_model_size.tables import PLANNED_MEMORY
 
 CLAIM = "table1_model_size"
 NUM_MICROBATCHES = 4
@@ -98,16 +97,8 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
         return Accounting(pipeline, optimizer, ProcessorAllocator(), placement).step(batch)
 
 
-def main() -> None:
-    """Compare all settings with both models of ours, some with those of strangers."""
-    shown = [
-        tables.planned_memory,
-        tables.planned_memory_deviations,
-        tables.planned_memory_strangers,
-        tables.planned_memory_described,
-        tables.planned_memory_run,
-    ]
-    program = StudyProgram(__doc__, {CLAIM: shown})
+if __name__ == "__main__":
+    program = StudyProgram(__doc__, {CLAIM: PLANNED_MEMORY.tables})
     program.parse()
     torch.set_num_threads(1)
     pairs = list(product((make_image_model(), make_text_model()), SETTINGS))
@@ -115,15 +106,5 @@ def main() -> None:
     few = [one for one in SETTINGS if one.schedule == "gpipe" and one.rematerialize in ("always", "never")]
     pairs = list(product(make_strangers(), few))
     strangers = [compare(model, setting) for model, setting in track(pairs, "settings of strangers")]
-    record = make_record(
-        kind="measured",
-        experiment="planned_memory",
-        config={"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH_SIZE},
-        seed=0,
-        results={"rows": rows, "strangers": strangers},
-    )
-    program.publish({CLAIM: [record]})
-
-
-if __name__ == "__main__":
-    main()
+    config = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH_SIZE}
+    program.publish_record(PLANNED_MEMORY.make_record(config, {"rows": rows, "strangers": strangers}))

@@ -35,20 +35,7 @@ NUM_CLASSES = 1000
 # How to choose the micro-batches, and what the partitions balance.
 WAYS = (("fits", "seconds"), ("fits", "flops"), ("fixed", "seconds"), ("equal", "seconds"))
 NUMBERS_OF_MICROBATCHES = {"table2_throughput": (1, 4, 32), "table3_slow_links": (32,)}
-SHOWN = {
-    "table2_throughput": [
-        table2.table2,
-        table2.table2_fixed,
-        table2.table2_equal,
-        table2.table2_breakdown,
-        table2.table2_planned_breakdown,
-        table2.table2_partitions,
-        table2.table2_figures,
-        table2.table2_run,
-        table2.table2_planned_run,
-    ],
-    "table3_slow_links": table3.TABLES,
-}
+SHOWN = {"table2_throughput": [table2.table2, *table2.SPEED_UPS.tables], "table3_slow_links": table3.TABLES}
 
 
 def make_images(image_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -140,8 +127,7 @@ def make_records(options: argparse.Namespace) -> dict[str, list[Record]]:
     }
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
+if __name__ == "__main__":
     program = StudyProgram(__doc__, SHOWN, rounds=3, what_rounds_are="repeats of each pass")
     parser = program.parser
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device that times the layers")
@@ -152,7 +138,3 @@ def main() -> None:
         program.require_folder("--small only tries the program")
     torch.set_num_threads(1)  # a core stands for an accelerator
     program.publish(make_records(options))
-
-
-if __name__ == "__main__":
-    main()

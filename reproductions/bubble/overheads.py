@@ -8,10 +8,9 @@ from gpipe.pipeline.schedule import Kind, gpipe
 from gpipe.planning.simulation import simulate
 from gpipe.records import Record
 from reproductions.study import Study
-from reproductions.table import markdown
+from reproductions.table import format_value, markdown, write_table
 
 HAND_WRITTEN = "hand-written loop"
-REPLICA_WAIT, LAUNCHING_THREADS, DEVICE_THREADS = "replica_wait", "launching_threads", "device_threads"
 _WAITS = ("spinning", "sleeping")  # how threads wait for each other
 _ONE_STAGE = {
     "hand_written": "hand-written loop",
@@ -21,11 +20,10 @@ _ONE_STAGE = {
     "ours_rematerialized": "ours, K = 1, rematerialize='always'",
 }
 _ENGINE_OVERHEAD = Study("engine_overhead")
-_ONE_STAGE_OVERHEAD = Study("one_stage_overhead")
-_THREADS_UNDER_LOAD = Study("threads_under_load")
-_REPLICA_WAIT = Study(REPLICA_WAIT)
-_LAUNCHING_THREADS = Study(LAUNCHING_THREADS)
-_DEVICE_THREADS = Study(DEVICE_THREADS, "make gpu, on a machine with several GPUs")
+ONE_STAGE_OVERHEAD, THREADS_UNDER_LOAD = Study("one_stage_overhead"), Study("threads_under_load")
+REPLICA_WAIT, LAUNCHING_THREADS = Study("replica_wait"), Study("launching_threads")
+DEVICE_THREADS = Study("device_threads", "make gpu, on a machine with several GPUs")
+engine_overhead_run = _ENGINE_OVERHEAD.run
 
 
 @_ENGINE_OVERHEAD.table
@@ -41,35 +39,31 @@ def engine_overhead(record: Record) -> str:
         for row in grid
         if row["engine"] == HAND_WRITTEN
     }
-    rows = [
-        [
-            f"{row['engine']}, {row['rematerialize']}",
-            machine,
-            str(row["num_stages"]),
-            str(row["num_microbatches"]),
-            f"{row['forward_seconds'] * 1e3:.2f} + {row['backward_seconds'] * 1e3:.2f}",
-            f"{row['step_seconds'] * 1e3:.1f}",
-            f"{row['formula_seconds'] * 1e3:.1f}",
-            f"{row['formula_seconds'] / row['step_seconds']:.3f}",
-            *_compare_with_early_law(row, record.config),
-            f"{loop / row['step_seconds']:.3f}"
-            if row["rematerialize"] == "never" and (loop := loops.get((machine, row["num_stages"]))) is not None
-            else "",
-        ]
-        for machine, grid in grids.items()
-        for row in grid
-    ]
-    header = ["engine, recomputation", "machine", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms"]
-    early = ["formula / step", "recomputing early, simulated, ms", "recomputing early / step"]
-    return markdown([*header, *early, "loop / step"], rows)
+    rows = [{**row, "machine": machine} for machine, grid in grids.items() for row in grid]
 
+    def find_loop(row: Mapping[str, Any]) -> float | None:
+        return loops.get((row["machine"], row["num_stages"])) if row["rematerialize"] == "never" else None
 
-def _compare_with_early_law(row: Mapping[str, Any], config: Mapping[str, float]) -> list[str]:
-    """Write how long equal stages take that recompute early, and its share of a step; nothing without recomputation."""
-    if row["rematerialize"] != "always":
-        return ["", ""]
-    law = simulate_early_law(row["num_stages"], row["num_microbatches"], config)
-    return [f"{law * 1e3:.1f}", f"{law / row['step_seconds']:.3f}"]
+    def find_law(row: Mapping[str, Any]) -> float | None:
+        """Return how long equal stages take that recompute early; None without recomputation."""
+        if row["rematerialize"] != "always":
+            return None
+        return simulate_early_law(row["num_stages"], row["num_microbatches"], record.config)
+
+    columns = {
+        "engine, recomputation": lambda row: f"{row['engine']}, {row['rematerialize']}",
+        "machine": lambda row: row["machine"],
+        "K": lambda row: row["num_stages"],
+        "M": lambda row: row["num_microbatches"],
+        "F + B as slept, ms": lambda row: f"{row['forward_seconds'] * 1e3:.2f} + {row['backward_seconds'] * 1e3:.2f}",
+        "ms per step": lambda row: f"{row['step_seconds'] * 1e3:.1f}",
+        "formula, ms": lambda row: f"{row['formula_seconds'] * 1e3:.1f}",
+        "formula / step": lambda row: f"{row['formula_seconds'] / row['step_seconds']:.3f}",
+        "recomputing early, simulated, ms": lambda row: format_value(find_law(row), ".1f", 1e3),
+        "recomputing early / step": lambda row: format_value(find_law(row), ".3f", 1 / row["step_seconds"]),
+        "loop / step": lambda row: format_value(find_loop(row), ".3f", 1 / row["step_seconds"]),
+    }
+    return write_table(rows, columns)
 
 
 def simulate_early_law(num_stages: int, num_microbatches: int, config: Mapping[str, float]) -> float:
@@ -79,10 +73,7 @@ def simulate_early_law(num_stages: int, num_microbatches: int, config: Mapping[s
     return simulate(gpipe(num_stages, num_microbatches), lambda task: seconds[task.kind]).makespan_seconds
 
 
-engine_overhead_run = _ENGINE_OVERHEAD.run()
-
-
-@_ONE_STAGE_OVERHEAD.table
+@ONE_STAGE_OVERHEAD.table
 def one_stage_overhead(record: Record) -> str:
     """Return the time of a one-stage pipeline beside a hand-written loop."""
     results, config = record.results, record.config
@@ -90,28 +81,20 @@ def one_stage_overhead(record: Record) -> str:
     setting = f"{model}, {config['batch_size']} images of {config['image_size']} px, M = {config['num_microbatches']}"
     ratios = results | {"hand_written_ratio": None, "ours_ratio": results["ratio"]}
     rows = [
-        [
-            what,
-            f"{results[f'{name}_seconds'] * 1e3:.1f}",
-            "" if (ratio := ratios[f"{name}_ratio"]) is None else f"{ratio:.3f}",
-        ]
+        [what, f"{results[f'{name}_seconds'] * 1e3:.1f}", format_value(ratios[f"{name}_ratio"], ".3f")]
         for name, what in _ONE_STAGE.items()
-        if f"{name}_seconds" in results  # older records have no re-materialisation
     ]
     return markdown([setting, "ms per step", "relative to the loop, median of pairs"], rows)
 
 
-one_stage_overhead_run = _ONE_STAGE_OVERHEAD.run()
-
-
-@_THREADS_UNDER_LOAD.table
+@THREADS_UNDER_LOAD.table
 def threads_under_load(record: Record) -> str:
     """Return how long a step takes with a thread per core, beside one thread, on an idle and on a busy machine."""
     num_cores, config, results = record.hardware["num_cores"], record.config, record.results
     rows = [
         [
             f"AmoebaNet-D ({config['num_layers']},{row['num_filters']})",
-            str(row["num_busy"]),
+            row["num_busy"],
             f"{row['one_thread_seconds']:.2f}",
             *(f"{row[kind]['median']:.2f} ({row[kind]['least']:.2f} to {row[kind]['most']:.2f})" for kind in _WAITS),
         ]
@@ -126,10 +109,7 @@ def threads_under_load(record: Record) -> str:
     return markdown(header, rows) + ends
 
 
-threads_under_load_run = _THREADS_UNDER_LOAD.run()
-
-
-@_REPLICA_WAIT.table
+@REPLICA_WAIT.table
 def replica_wait(record: Record) -> str:
     """Return how long a stage waits for gradients, with and without replicas."""
     waits = record.results["wait_seconds"]
@@ -141,10 +121,7 @@ def replica_wait(record: Record) -> str:
     return markdown(["pipelines", "wait for gradients, ms per step", "relative to one replica, median of pairs"], rows)
 
 
-replica_wait_run = _REPLICA_WAIT.run()
-
-
-@_LAUNCHING_THREADS.table
+@LAUNCHING_THREADS.table
 def launching_threads(record: Record) -> str:
     """Return how much more often two threads, or two processes, run small layers than one thread does."""
     rows = []
@@ -156,22 +133,26 @@ def launching_threads(record: Record) -> str:
     return markdown(["pass", "per second, one thread", *(f"{name} / one thread" for name in names)], rows)
 
 
-launching_threads_run = _LAUNCHING_THREADS.run()
-
-
-@_DEVICE_THREADS.table
+@DEVICE_THREADS.table
 def device_threads(record: Record) -> str:
     """Return the time of a step in one process of several GPUs, with one launching thread and one per GPU."""
     config = record.config
     one, each = record.results["seconds"].values()
     row = [
         f"AmoebaNet-D ({config['num_layers']},{config['num_filters']}), {config['image_size']} px",
-        str(config["num_stages"]),
-        str(config["num_microbatches"]),
+        config["num_stages"],
+        config["num_microbatches"],
         f"{1000 * median(one):.1f}",
         f"{median(new / old for new, old in zip(each, one, strict=True)):.2f}",
     ]
     return markdown(["model", "GPUs", "M", "ms per step, one thread", "a thread per device / one thread"], [row])
 
 
-device_threads_run = _DEVICE_THREADS.run()
+TABLES = (
+    *_ENGINE_OVERHEAD.tables,
+    *ONE_STAGE_OVERHEAD.tables,
+    *THREADS_UNDER_LOAD.tables,
+    *REPLICA_WAIT.tables,
+    *LAUNCHING_THREADS.tables,
+    *DEVICE_THREADS.tables,
+)

@@ -2,51 +2,39 @@
 
 from gpipe.records import Record
 from reproductions.study import Study
-from reproductions.table import markdown
+from reproductions.table import write_table
 
-PLANNED_SECONDS, AUTOMATIC_PLANS = "planned_seconds", "automatic_plans"
-_PLANNED_SECONDS = Study(PLANNED_SECONDS)
-_AUTOMATIC_PLANS = Study(AUTOMATIC_PLANS)
+PLANNED_SECONDS, AUTOMATIC_PLANS = Study("planned_seconds"), Study("automatic_plans")
 
 
-@_PLANNED_SECONDS.table
+@PLANNED_SECONDS.table
 def planned_seconds(record: Record) -> str:
     """Return the planned and the measured seconds of each step."""
-    rows = [
-        [
-            case["model"],
-            str(case["num_stages"]),
-            case["schedule"],
-            case["mode"],
-            f"{case['planned'] * 1e3:.1f}",
-            f"{case['measured'] * 1e3:.1f}",
-            f"{case['planned'] / case['measured'] - 1:+z.1%}",
-        ]
-        for case in record.results["cases"]
-    ]
-    header = ["model", "K", "schedule", "recompute", "planned, ms", "measured, ms", "planned / measured - 1"]
-    return markdown(header, rows)
+    columns = {
+        "model": lambda case: case["model"],
+        "K": lambda case: case["num_stages"],
+        "schedule": lambda case: case["schedule"],
+        "recompute": lambda case: case["mode"],
+        "planned, ms": lambda case: f"{case['planned'] * 1e3:.1f}",
+        "measured, ms": lambda case: f"{case['measured'] * 1e3:.1f}",
+        "planned / measured - 1": lambda case: f"{case['planned'] / case['measured'] - 1:+z.1%}",
+    }
+    return write_table(record.results["cases"], columns)
 
 
-planned_seconds_run = _PLANNED_SECONDS.run()
-
-
-@_AUTOMATIC_PLANS.table
+@AUTOMATIC_PLANS.table
 def automatic_plans(record: Record) -> str:
     """Return how long pipeline=auto searched, and what it chose."""
-    rows = [
-        [
-            row["model"],
-            f"{row['seconds']:.1f}",
-            row["shape"],
-            f"{row['schedule']}, M = {row['num_microbatches']}, recompute {row['recompute']}",
-            f"{row['step_seconds']:.3g}",
-            row["peak"],
-            row["bubble"],
-        ]
-        for row in record.results["rows"]
-    ]
-    return markdown(["model", "search, s", "R x K", "chosen", "step, s, planned", "peak", "bubble"], rows)
+    columns = {
+        "model": lambda row: row["model"],
+        "search, s": lambda row: f"{row['seconds']:.1f}",
+        "R x K": lambda row: row["shape"],
+        "chosen": lambda row: f"{row['schedule']}, M = {row['num_microbatches']}, recompute {row['recompute']}",
+        "step, s, planned": lambda row: f"{row['step_seconds']:.3g}",
+        "peak": lambda row: row["peak"],
+        "bubble": lambda row: row["bubble"],
+    }
+    return write_table(record.results["rows"], columns)
 
 
-automatic_plans_run = _AUTOMATIC_PLANS.run()
+TABLES = (*PLANNED_SECONDS.tables, *AUTOMATIC_PLANS.tables)

@@ -2,49 +2,32 @@
 
 from gpipe.records import Record
 from reproductions.study import Study
-from reproductions.table import markdown
+from reproductions.table import format_value, write_table
 
-ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
-_SCHEDULE_SIMULATION = Study("schedule_simulation")
+ZERO_BUBBLE = "zero_bubble"
+SCHEDULE_SIMULATION, SPLIT_COST = Study("schedule_simulation"), Study("split_cost")
+SCHEDULE_MEMORY = Study("schedule_memory")
 _ZERO_BUBBLE = Study(ZERO_BUBBLE)
-_SPLIT_COST = Study(SPLIT_COST)
-_SCHEDULE_MEMORY = Study("schedule_memory")
+zero_bubble_run = _ZERO_BUBBLE.run
 
 
-@_SCHEDULE_SIMULATION.table
+@SCHEDULE_SIMULATION.table
 def schedule_simulation(record: Record) -> str:
     """Return the time of each schedule's steps with layers that sleep, beside the simulator's."""
-    rows = [
-        [
-            f"{row['schedule']}, {row['rematerialize']}",
-            str(row["num_devices"]),
-            str(row["stages_per_device"]),
-            str(row["num_microbatches"]),
-            f"{row['simulated_seconds'] * 1e3:.1f}",
-            f"{row['makespan_seconds'] * 1e3:.1f}",
-            f"{row['makespan_seconds'] / row['simulated_seconds']:.3f}",
-            f"{record.results['task_seconds'] * 1e3:.2f}",
-            f"{row['added_seconds'] * 1e3:.2f}",
-            f"{row['step_seconds'] * 1e3:.1f}",
-        ]
-        for row in record.results["grid"]
-    ]
-    header = [
-        "schedule, recomputation",
-        "P",
-        "K / P",
-        "M",
-        "first to last task, simulated, ms",
-        "measured, ms",
-        "measured / simulated",
-        "engine's time per task, measured before, ms",
-        "engine's time per task, in the steps, ms",
-        "whole step, measured, ms",
-    ]
-    return markdown(header, rows)
-
-
-schedule_simulation_run = _SCHEDULE_SIMULATION.run()
+    added = f"{record.results['task_seconds'] * 1e3:.2f}"
+    columns = {
+        "schedule, recomputation": lambda row: f"{row['schedule']}, {row['rematerialize']}",
+        "P": lambda row: row["num_devices"],
+        "K / P": lambda row: row["stages_per_device"],
+        "M": lambda row: row["num_microbatches"],
+        "first to last task, simulated, ms": lambda row: f"{row['simulated_seconds'] * 1e3:.1f}",
+        "measured, ms": lambda row: f"{row['makespan_seconds'] * 1e3:.1f}",
+        "measured / simulated": lambda row: f"{row['makespan_seconds'] / row['simulated_seconds']:.3f}",
+        "engine's time per task, measured before, ms": lambda _: added,
+        "engine's time per task, in the steps, ms": lambda row: f"{row['added_seconds'] * 1e3:.2f}",
+        "whole step, measured, ms": lambda row: f"{row['step_seconds'] * 1e3:.1f}",
+    }
+    return write_table(record.results["grid"], columns)
 
 
 @_ZERO_BUBBLE.table
@@ -56,45 +39,31 @@ def zero_bubble(record: Record) -> str:
         for row in grid
         if (row["engine"], row["schedule"]) == ("ours", "1f1b")
     }
-    rows = []
-    for row in grid:
-        simulated = row["simulated_seconds"]
-        rows.append(
-            [
-                f"{row['engine']}: {row['schedule']}",
-                str(row["num_devices"]),
-                str(row["num_microbatches"]),
-                f"{row['step_seconds'] * 1e3:.1f}",
-                "" if simulated is None else f"{simulated * 1e3:.1f}",
-                "" if simulated is None else f"{row['step_seconds'] / simulated:.3f}",
-                f"{row['step_seconds'] / row['work_seconds']:.3f}",
-                f"{baseline[row['num_devices'], row['num_microbatches']] / row['step_seconds']:.2f}",
-            ]
-        )
-    header = [
-        "schedule",
-        "P",
-        "M",
-        "ms per step",
-        "simulated, ms",
-        "step / simulated",
-        "step / work",
-        "1F1B / step",
-    ]
-    return markdown(header, rows)
+    columns = {
+        "schedule": lambda row: f"{row['engine']}: {row['schedule']}",
+        "P": lambda row: row["num_devices"],
+        "M": lambda row: row["num_microbatches"],
+        "ms per step": lambda row: f"{row['step_seconds'] * 1e3:.1f}",
+        "simulated, ms": lambda row: format_value(row["simulated_seconds"], ".1f", 1e3),
+        "step / simulated": lambda row: format_value(
+            row["simulated_seconds"] and row["step_seconds"] / row["simulated_seconds"], ".3f"
+        ),
+        "step / work": lambda row: f"{row['step_seconds'] / row['work_seconds']:.3f}",
+        "1F1B / step": lambda row: f"{baseline[row['num_devices'], row['num_microbatches']] / row['step_seconds']:.2f}",
+    }
+    return write_table(grid, columns)
 
 
 @_ZERO_BUBBLE.table
 def zero_bubble_exact(record: Record) -> str:
     """Return by how much gradients in two processes differ from those in one, with dropout."""
-    rows = [
-        [
-            f"{row['engine']}: {row['schedule']}",
-            f"{row['largest_difference']:.1%}" if row["largest_difference"] else "0",
-        ]
-        for row in record.results["exactness"]
-    ]
-    return markdown(["schedule", "largest difference of a gradient / largest gradient"], rows)
+    columns = {
+        "schedule": lambda row: f"{row['engine']}: {row['schedule']}",
+        "largest difference of a gradient / largest gradient": lambda row: (
+            f"{row['largest_difference']:.1%}" if row["largest_difference"] else "0"
+        ),
+    }
+    return write_table(record.results["exactness"], columns)
 
 
 @_ZERO_BUBBLE.table
@@ -102,63 +71,40 @@ def zero_bubble_models(record: Record) -> str:
     """Return the time of real models' steps under each schedule, on two cores."""
     models = record.results["models"]
     baseline = {row["model"]: row["step_seconds"] for row in models if row["schedule"] == "1f1b"}
-    rows = [
-        [
-            row["model"],
-            row["schedule"],
-            str(row["partitions"]),
-            f"{row['step_seconds'] * 1e3:.1f}",
-            f"{baseline[row['model']] / row['step_seconds']:.3f}",
-        ]
-        for row in models
-    ]
-    return markdown(["model", "schedule", "layers of each stage", "ms per step", "1F1B / step"], rows)
+    columns = {
+        "model": lambda row: row["model"],
+        "schedule": lambda row: row["schedule"],
+        "layers of each stage": lambda row: row["partitions"],
+        "ms per step": lambda row: f"{row['step_seconds'] * 1e3:.1f}",
+        "1F1B / step": lambda row: f"{baseline[row['model']] / row['step_seconds']:.3f}",
+    }
+    return write_table(models, columns)
 
 
-zero_bubble_run = _ZERO_BUBBLE.run()
-
-
-@_SPLIT_COST.table
+@SPLIT_COST.table
 def split_cost(record: Record) -> str:
     """Return what both parts of a backward take beside a whole one."""
-    rows = [
-        [
-            row["name"],
-            f"{row['whole_seconds'] * 1e3:.1f}",
-            f"{row['parts_of_whole']:.3f}",
-            f"{row['first_part']:.2f}",
-        ]
-        for row in record.results["layers"]
-    ]
-    return markdown(["layer", "whole backward, ms", "both parts / whole", "first part / both"], rows)
+    columns = {
+        "layer": lambda row: row["name"],
+        "whole backward, ms": lambda row: f"{row['whole_seconds'] * 1e3:.1f}",
+        "both parts / whole": lambda row: f"{row['parts_of_whole']:.3f}",
+        "first part / both": lambda row: f"{row['first_part']:.2f}",
+    }
+    return write_table(record.results["layers"], columns)
 
 
-split_cost_run = _SPLIT_COST.run()
-
-
-@_SCHEDULE_MEMORY.table
+@SCHEDULE_MEMORY.table
 def schedule_memory(record: Record) -> str:
     """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
-    rows = [
-        [
-            f"{row['schedule']}, {row['rematerialize']}",
-            f"{row['bubble']:.1%}",
-            f"{row['step_seconds']:.2f}",
-            f"{max(row['activation_bytes']) / 2**30:.2f}",
-            f"{min(row['activation_bytes']) / 2**30:.2f}",
-            f"{max(row['peak_bytes']) / 2**30:.1f}",
-        ]
-        for row in record.results["rows"]
-    ]
-    header = [
-        "schedule, recomputation",
-        "planned bubble and imbalance",
-        "planned s per step",
-        "GiB of activations, fullest device",
-        "emptiest device",
-        "GiB, peak",
-    ]
-    return markdown(header, rows)
+    columns = {
+        "schedule, recomputation": lambda row: f"{row['schedule']}, {row['rematerialize']}",
+        "planned bubble and imbalance": lambda row: f"{row['bubble']:.1%}",
+        "planned s per step": lambda row: f"{row['step_seconds']:.2f}",
+        "GiB of activations, fullest device": lambda row: f"{max(row['activation_bytes']) / 2**30:.2f}",
+        "emptiest device": lambda row: f"{min(row['activation_bytes']) / 2**30:.2f}",
+        "GiB, peak": lambda row: f"{max(row['peak_bytes']) / 2**30:.1f}",
+    }
+    return write_table(record.results["rows"], columns)
 
 
-schedule_memory_run = _SCHEDULE_MEMORY.run()
+TABLES = (*SCHEDULE_SIMULATION.tables, *_ZERO_BUBBLE.tables, *SPLIT_COST.tables, *SCHEDULE_MEMORY.tables)

@@ -4,47 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipe.records import Record
-from reproductions.bubble.overheads import (
-    device_threads,
-    device_threads_run,
-    engine_overhead,
-    engine_overhead_run,
-    launching_threads,
-    launching_threads_run,
-    one_stage_overhead,
-    one_stage_overhead_run,
-    replica_wait,
-    replica_wait_run,
-    threads_under_load,
-    threads_under_load_run,
-)
-from reproductions.bubble.plans import (
-    automatic_plans,
-    automatic_plans_run,
-    planned_seconds,
-    planned_seconds_run,
-)
-from reproductions.bubble.saves import (
-    checkpoint_cost,
-    checkpoint_cost_on_gpus,
-    checkpoint_cost_on_gpus_run,
-    checkpoint_cost_run,
-)
-from reproductions.bubble.schedules import (
-    schedule_memory,
-    schedule_memory_run,
-    schedule_simulation,
-    schedule_simulation_run,
-    split_cost,
-    split_cost_run,
-    zero_bubble,
-    zero_bubble_exact,
-    zero_bubble_models,
-    zero_bubble_run,
-)
+from reproductions.bubble import overheads, plans, saves, schedules
 from reproductions.claims import NO_TEST, NOT_RUN, Claim
 from reproductions.speed_ups import cell_of, find_grid
-from reproductions.table import Paper, markdown, not_run, provenance
+from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.table2_throughput.tables import GRID
 
 _CELL = {"num_stages": 8, "num_microbatches": 32}
@@ -124,7 +87,7 @@ def bubble_on_gpus(records: Sequence[Record]) -> str:
 
 def bubble_on_gpus_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest of these steps."""
-    return provenance(max(_find_runs(records), key=lambda run: run.date, default=None), _BUBBLE_PROGRAM)
+    return provenance(newest(_find_runs(records)), _BUBBLE_PROGRAM)
 
 
 def _find_runs(records: Sequence[Record]) -> list[Record]:
@@ -136,36 +99,10 @@ def _find_runs(records: Sequence[Record]) -> list[Record]:
 
 
 TABLES = (
-    engine_overhead,
-    engine_overhead_run,
-    one_stage_overhead,
-    one_stage_overhead_run,
-    threads_under_load,
-    threads_under_load_run,
-    schedule_simulation,
-    schedule_simulation_run,
-    zero_bubble,
-    zero_bubble_exact,
-    zero_bubble_models,
-    zero_bubble_run,
-    split_cost,
-    split_cost_run,
-    planned_seconds,
-    planned_seconds_run,
-    automatic_plans,
-    automatic_plans_run,
-    replica_wait,
-    replica_wait_run,
-    launching_threads,
-    launching_threads_run,
-    device_threads,
-    device_threads_run,
-    schedule_memory,
-    schedule_memory_run,
-    checkpoint_cost,
-    checkpoint_cost_run,
-    checkpoint_cost_on_gpus,
-    checkpoint_cost_on_gpus_run,
+    *overheads.TABLES,
+    *schedules.TABLES,
+    *plans.TABLES,
+    *saves.TABLES,
     bubble_on_gpus,
     bubble_on_gpus_run,
 )

@@ -9,7 +9,7 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
 from reproductions.english_lines import describe_lines, describe_number, english_lines, find_same
-from reproductions.figure3_multilingual import depth, text_scale
+from reproductions.figure3_multilingual import depth
 from reproductions.figure3_multilingual.gain import Line, split_by_pairs
 from reproductions.figure3_multilingual.pairs import (
     BILINGUAL,
@@ -30,7 +30,8 @@ from reproductions.figure3_multilingual.pairs import (
     multilingual_trainings,
     pair_models,
 )
-from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
+from reproductions.figure3_multilingual.text_scale import TEXT_SCALE
+from reproductions.table import Paper, format_value, markdown, newest, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
     MIN_TEST_SENTENCES,
@@ -43,7 +44,6 @@ from reproductions.translation_runs import (
     count_test_sentences,
     describe_pairs,
     describe_search,
-    format_value,
     is_tuned,
     list_barely_tested,
     mean,
@@ -306,8 +306,7 @@ def figure3_languages(records: Sequence[Record]) -> str:
 
 def figure3_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest small multilingual model."""
-    runs = [one.run for one in list_multilingual(records)]
-    return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
+    return provenance(newest(one.run for one in list_multilingual(records)), _COMMANDS)
 
 
 def figure3_commands(records: Sequence[Record]) -> str:
@@ -459,5 +458,5 @@ TABLES = (
     figure3_commands,
     figure3_run,
     *depth.TABLES,
-    *text_scale.TABLES,
+    *TEXT_SCALE.tables,
 )

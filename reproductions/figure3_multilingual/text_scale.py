@@ -6,7 +6,6 @@ from gpipe.records import Record
 from reproductions.study import Study
 from reproductions.table import markdown
 
-EXPERIMENT = "text_scale"
 BUILD, START, RESUME = "build", "start", "resume"
 _MOST = 1.2  # times the least of all sizes
 _NAMES = ("seconds", "seconds_of_work", "private_bytes", "seconds_from_disk")
@@ -23,10 +22,10 @@ _HEADER = [
     ),
     "the same with mapped pages, MB",
 ]
-_STUDY = Study(EXPERIMENT)
+TEXT_SCALE = Study("text_scale")
 
 
-@_STUDY.table
+@TEXT_SCALE.table
 def text_scale(record: Record) -> str:
     """Return a row per size of the corpus, and how much each figure of a ready cache changes with the size."""
     rows = record.results["rows"]
@@ -52,12 +51,3 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.0f}"
-
-
-text_scale_run = _STUDY.run()
-
-
-TABLES = (
-    text_scale,
-    text_scale_run,
-)

@@ -11,7 +11,7 @@ from typing import Any
 from gpipe.records import Record
 from reproductions.claims import COUNTED, NOT_RUN, Claim
 from reproductions.study import Study
-from reproductions.table import Paper, as_number, as_printed, markdown, newest, not_run, provenance
+from reproductions.table import Paper, as_number, as_printed, markdown, newest, not_run, provenance, write_table
 
 EXPERIMENT = "table1_capacity"
 PROGRAM = "python -m experiments.table1_capacity"
@@ -19,7 +19,7 @@ ON_GPU = f"{PROGRAM} on a machine with a GPU"
 CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 MEASURED_CUT = "memory"
 _GIB = 2**30
-_STUDY = Study("planned_memory")
+PLANNED_MEMORY = Study("planned_memory")
 
 
 def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
@@ -59,7 +59,7 @@ def table1_variants(records: Sequence[Record], paper: Paper) -> str:
     rows = []
     for row in paper:
         for entry in (entry for entry in found.results["variants"] if _key(entry) == _key(row)):
-            choices = [str(entry["num_microbatches"]), entry["attention"] or ""]
+            choices = [entry["num_microbatches"], entry["attention"] or ""]
             known = [row["activation_gb"], row["torchgpipe_activation_gib"]]
             planned = [_gibibytes(entry[name][cut]) for name in ("activation_bytes", "peak_bytes") for cut in CUTS]
             rows.append([_model(row), *choices, *known, *planned])
@@ -96,7 +96,7 @@ def table1_search(records: Sequence[Record], paper: Paper) -> str:
             entry, at_least = searched[_key(row)], int(row["num_filters"] or row["num_layers"])
             cells = [cell for cut in CUTS for cell in _searched(entry, cut, at_least)]
             family = f"AmoebaNet-D ({row['num_layers']},D)" if row["num_filters"] else "Transformer of L layers"
-            rows.append([family, row["num_stages"], f"{at_least}", row["parameters"], *cells])
+            rows.append([family, row["num_stages"], at_least, row["parameters"], *cells])
     cuts = [cell for name in CUTS.values() for cell in (f"planned, {name}", "parameters", "at least the paper's")]
     return markdown(["largest D or L", "K", "paper", "parameters", *cuts], rows)
 
@@ -114,7 +114,7 @@ def table1_measured(records: Sequence[Record], paper: Paper) -> str:
         outcome = [column["out_of_memory"]] * len(column["stages"]) if "out_of_memory" in column else None
         peaks = outcome or [_gibibytes(peak) for peak in column["peak_bytes"]]
         for stage, planned, peak in zip(column["stages"], column["planned_bytes"], peaks, strict=True):
-            rows.append([_model(row), str(stage), str(column["partitions"][stage]), _gibibytes(planned), peak])
+            rows.append([_model(row), stage, column["partitions"][stage], _gibibytes(planned), peak])
     return markdown(["model", "stage", "layers", "planned", "measured"], rows)
 
 
@@ -184,12 +184,7 @@ def fit(peak_bytes: float, memory_bytes: int) -> str:
 
 
 def _newest(records: Sequence[Record], kind: str, part: str) -> Record | None:
-    found = [
-        record
-        for record in records
-        if record.experiment == EXPERIMENT and record.kind == kind and part in record.results
-    ]
-    return max(found, key=lambda record: record.date, default=None)
+    return newest((record for record in records if record.kind == kind and part in record.results), EXPERIMENT)
 
 
 def _columns(records: Sequence[Record], kind: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -240,27 +235,22 @@ def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
     return ["out of memory" if peak == inf else _gibibytes(peak), fit(peak, column["memory_bytes"])]
 
 
-@_STUDY.table
+@PLANNED_MEMORY.table
 def planned_memory(record: Record) -> str:
     """Return planned and measured peaks in MiB, for the runs with the most stages."""
     rows = record.results["rows"]
     most = max(row["num_stages"] for row in rows)
-    shown = [
-        [
-            f"{row['model']}; {row['schedule']}, {row['rematerialize']}",
-            ", ".join(map(str, row["partitions"])),
-            _mebibytes(row["planned_bytes"]),
-            _mebibytes(row["measured_bytes"]),
-            f"{max(_deviations(row), key=abs):+z.1%}",
-        ]
-        for row in rows
-        if row["num_stages"] == most
-    ]
-    header = ["model; schedule, recomputation", "layers of each stage", "planned", "measured", "largest deviation"]
-    return markdown(header, shown)
+    columns = {
+        "model; schedule, recomputation": lambda row: f"{row['model']}; {row['schedule']}, {row['rematerialize']}",
+        "layers of each stage": lambda row: ", ".join(map(str, row["partitions"])),
+        "planned": lambda row: _mebibytes(row["planned_bytes"]),
+        "measured": lambda row: _mebibytes(row["measured_bytes"]),
+        "largest deviation": lambda row: f"{max(_deviations(row), key=abs):+z.1%}",
+    }
+    return write_table((row for row in rows if row["num_stages"] == most), columns)
 
 
-@_STUDY.table
+@PLANNED_MEMORY.table
 def planned_memory_deviations(record: Record) -> str:
     """Return how far the plans of all runs are from the measurement, one row per model and number of stages."""
     groups: dict[tuple[str, ...], list[float]] = {}
@@ -271,19 +261,15 @@ def planned_memory_deviations(record: Record) -> str:
     return _spread(["model", "K"], groups)
 
 
-def planned_memory_strangers(records: Sequence[Record]) -> str:
+@PLANNED_MEMORY.table
+def planned_memory_strangers(record: Record) -> str:
     """Return how far the plans of models that are not ours are from the measurement, one row per model."""
-    record = newest(records, "planned_memory")
-    if record is None or "strangers" not in record.results:
-        return not_run("python -m experiments.planned_memory")
     return _spread(["model"], _group_deviations(record.results["strangers"], "planned_bytes"))
 
 
-def planned_memory_described(records: Sequence[Record]) -> str:
+@PLANNED_MEMORY.table
+def planned_memory_described(record: Record) -> str:
     """Return the same of plans that measure no operation, ours as one model."""
-    record = newest(records, "planned_memory")
-    if record is None or "described_bytes" not in record.results["rows"][0]:
-        return not_run("python -m experiments.planned_memory")
     rows = [*record.results["rows"], *record.results["strangers"]]
     return _spread(["model"], _group_deviations(rows, "described_bytes"))
 
@@ -298,13 +284,10 @@ def _group_deviations(rows: Sequence[Mapping[str, Any]], planned: str) -> dict[t
 def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[float]]) -> str:
     """Return a table of deviations, one row per group."""
     rows = [
-        [*names, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
+        [*names, len(found), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
         for names, found in groups.items()
     ]
     return markdown([*header, "devices measured", "median, absolute", "furthest below", "furthest above"], rows)
-
-
-planned_memory_run = _STUDY.run()
 
 
 def _deviations(row: Mapping[str, Any], planned: str = "planned_bytes") -> list[float]:
@@ -326,9 +309,5 @@ TABLES = (
     table1_variants,
     table1_run,
     table1_measured_run,
-    planned_memory,
-    planned_memory_deviations,
-    planned_memory_strangers,
-    planned_memory_described,
-    planned_memory_run,
+    *PLANNED_MEMORY.tables,
 )

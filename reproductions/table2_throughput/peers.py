@@ -5,16 +5,15 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions.study import Study
-from reproductions.table import markdown
+from reproductions.table import format_value, markdown, write_table
 
-EXPERIMENT = "peers"
 OURS = "ours"
 _SETTING = ("model", "num_stages", "num_microbatches")
 Row = dict[str, Any]
-_STUDY = Study(EXPERIMENT)
+PEERS = Study("peers")
 
 
-@_STUDY.table
+@PEERS.table
 def peers_throughput(record: Record) -> str:
     """Return one row per model, K and M: each engine's examples per second, and how far ours is ahead."""
     grid = record.results["grid"]
@@ -24,7 +23,7 @@ def peers_throughput(record: Record) -> str:
         [
             *_setting(cell),
             *(_speed(cell[name]) for name in engines),
-            *(_ratio(cell[name].get("ours_over_this")) for name in peers),
+            *(format_value(cell[name].get("ours_over_this"), ".2f") for name in peers),
         ]
         for cell in _cells(grid)
     ]
@@ -32,7 +31,7 @@ def peers_throughput(record: Record) -> str:
     return markdown(["model", "K", "M", *(f"{name}, examples/s" for name in engines), *ratios], rows)
 
 
-@_STUDY.table
+@PEERS.table
 def peers_speed_up(record: Record) -> str:
     """Return each engine's speed-up with K stages over one stage."""
     grid = record.results["grid"]
@@ -50,36 +49,35 @@ def peers_speed_up(record: Record) -> str:
             (speeds[model, num_stages, num_microbatches, name], speeds.get((model, 1, num_microbatches, name)))
             for name in engines
         ]
-        rows.append([*_setting(cell), *(_ratio(many / one if many and one else None) for many, one in pairs)])
+        rows.append(
+            [*_setting(cell), *(format_value(many / one if many and one else None, ".2f") for many, one in pairs)]
+        )
     return markdown(["model", "K", "M", *(f"{name}: relative to K = 1" for name in engines)], rows)
 
 
-@_STUDY.table
+@PEERS.table
 def peers_memory(record: Record) -> str:
     """Return the growth of each engine's largest process."""
     grid = record.results["grid"]
     engines = _engines(grid)
-    rows = [[*_setting(cell), *(_mebibytes(cell[name]) for name in engines)] for cell in _cells(grid)]
+    rows = [
+        [*_setting(cell), *(format_value(cell[name].get("peak_memory_bytes"), ".0f", 2**-20) for name in engines)]
+        for cell in _cells(grid)
+    ]
     return markdown(["model", "K", "M", *(f"{name}, MiB" for name in engines)], rows)
 
 
-@_STUDY.table
+@PEERS.table
 def peers_partitions(record: Record) -> str:
     """Return how each package cuts the models, and its slowest stage over the optimum."""
-    rows = [
-        [
-            row["model"],
-            str(row["num_stages"]),
-            row["chosen_by"],
-            "not run" if row["partitions"] is None else ", ".join(map(str, row["partitions"])),
-            _ratio(row["slowest_over_optimum"]),
-        ]
-        for row in record.results["partitions"]
-    ]
-    return markdown(["model", "K", "chosen by", "layers of each stage", "slowest stage / optimum"], rows)
-
-
-peers_run = _STUDY.run()
+    columns = {
+        "model": lambda row: row["model"],
+        "K": lambda row: row["num_stages"],
+        "chosen by": lambda row: row["chosen_by"],
+        "layers of each stage": lambda row: ", ".join(map(str, row["partitions"] or ["not run"])),
+        "slowest stage / optimum": lambda row: format_value(row["slowest_over_optimum"], ".2f"),
+    }
+    return write_table(record.results["partitions"], columns)
 
 
 def _cells(grid: Iterable[Row]) -> list[dict[str, Row]]:
@@ -94,22 +92,10 @@ def _engines(grid: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["engine"] for row in grid))
 
 
-def _setting(cell: dict[str, Row]) -> list[str]:
-    return [str(cell[OURS][name]) for name in _SETTING]
+def _setting(cell: dict[str, Row]) -> list[object]:
+    return [cell[OURS][name] for name in _SETTING]
 
 
 def _speed(row: Row) -> str:
     speed: float | None = row.get("examples_per_second")
     return str(row["outcome"]) if speed is None else f"{speed:.1f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _mebibytes(row: Row) -> str:
-    found: int | None = row.get("peak_memory_bytes")
-    return "" if found is None else f"{found / 2**20:.0f}"
-
-
-TABLES = (peers_throughput, peers_speed_up, peers_memory, peers_partitions, peers_run)

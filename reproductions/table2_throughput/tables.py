@@ -1,95 +1,65 @@
 """The tables of the paper's Table 2: how training speeds up with stages and micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from gpipe.pipeline.timeline import Timeline
 from gpipe.records import Record
 from reproductions.claims import Claim
-from reproductions.paper_scale import other_settings
 from reproductions.speed_ups import (
     EQUAL_BATCH_SIZE,
-    beside_paper,
-    breakdown,
+    SpeedUps,
     cell_of,
-    cells_claim,
     compute_law,
     divide_by_base,
-    figures,
-    find_grid,
-    grid_run,
-    held_against,
     key_of,
     measured_runs,
     median_speed,
     names,
-    partitions,
     ratio,
-    ratio_claim,
-    with_batch,
 )
 from reproductions.study import Study
-from reproductions.table import Paper, markdown, not_run, provenance
-from reproductions.table2_throughput import peers
+from reproductions.table import Paper, format_value, markdown, newest, not_run, provenance, write_table
+from reproductions.table2_throughput.peers import PEERS
 
 GRID = "table2_throughput_grid"
 PAPER_SCALE = "table2_throughput"
+SPEED_UPS = SpeedUps("table2", GRID, PAPER_SCALE)
 LAPTOP = "table2_throughput_laptop"
-TIMELINE = "step_timeline"
-_TIMELINE_PROGRAM = f"python -m experiments.{TIMELINE}"
 NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
-LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
-WEIGHT_COPIES = "weight_copies"
-DEVICE_WORK = "device_work"
-_LAPTOP_PROGRAM = "train.py -m +experiment=table2_throughput_laptop"
-_LAPTOP_EQUAL_PROGRAM = f"{_LAPTOP_PROGRAM} trainer.batch_size={EQUAL_BATCH_SIZE}"
+_LAPTOP_PROGRAMS = {
+    "fixed": "train.py -m +experiment=table2_throughput_laptop",
+    "equal": f"train.py -m +experiment=table2_throughput_laptop trainer.batch_size={EQUAL_BATCH_SIZE}",
+}
 _LOSS_PROGRAM = "python -m experiments.loss_cost"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
-_STEP_TIMELINE = Study(TIMELINE)
-_TRANSFORMER_UTILIZATION = Study(
+STEP_TIMELINE = Study("step_timeline")
+TRANSFORMER_UTILIZATION = Study(
     "transformer_utilization", "python -m experiments.transformer_utilization, which needs a GPU"
 )
-_LOSS_BYTES = Study(LOSS_BYTES, _LOSS_PROGRAM)
-_LOSS_SECONDS = Study(LOSS_SECONDS, _LOSS_PROGRAM)
-_WEIGHT_COPIES = Study(WEIGHT_COPIES)
-_DEVICE_WORK = Study(DEVICE_WORK)
+LOSS_BYTES, LOSS_SECONDS = Study("loss_bytes", _LOSS_PROGRAM), Study("loss_seconds", _LOSS_PROGRAM)
+WEIGHT_COPIES, DEVICE_WORK = Study("weight_copies"), Study("device_work")
 
 
 def table2(records: Sequence[Record], paper: Paper) -> str:
     """Return the paper's speed-ups beside ours, with the largest micro-batches that fit, and torchgpipe's."""
     theirs = {key_of(row): float(speed) for row in paper if (speed := row["torchgpipe_samples_per_second"])}
-    return beside_paper(records, paper, GRID, {"torchgpipe, measured": theirs})
-
-
-def table2_other_settings(records: Sequence[Record], paper: Paper) -> str:
-    """Return the runs with the paper-scale name but other settings."""
-    return other_settings(records, [PAPER_SCALE], held_against(paper))
+    return SPEED_UPS.beside_paper(records, paper, {"torchgpipe, measured": theirs})
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     """Return the speed-ups that the paper highlights."""
-    experiments = GRID, PAPER_SCALE
     transformer, amoebanet = "Transformer-48", "AmoebaNet-D (18,256)"
     printed = {key_of(row): row["speed_up"] for row in paper}
     headline = "3.5 times faster with 4 times the accelerators: Transformer-48, K = 8 over K = 2 at M = 32 (Table 2)"
-    found = [
-        ratio_claim(records, paper, experiments, headline, "3.5", ((transformer, 8, 32), (transformer, 2, 32))),
-    ]
+    cells = (transformer, 8, 32), (transformer, 2, 32)
+    found = [SPEED_UPS.claim_ratio(records, paper, headline, "3.5", cells)]
     for model in (amoebanet, transformer):
         text = f"{model}, K = 8, M = 32 over K = 2, M = 1 (Table 2)"
         cells = (model, 8, 32), (model, 2, 1)
-        found.append(ratio_claim(records, paper, experiments, text, printed[cells[0]], cells))
-    return [*found, cells_claim(records, paper, experiments, "Table 2")]
-
-
-def table2_fixed(records: Sequence[Record], paper: Paper) -> str:
-    """Return the speed-ups where every micro-batch has 4 examples, so that the mini-batch grows with M."""
-    return with_batch(records, paper, (GRID, PAPER_SCALE), "fixed")
-
-
-def table2_equal(records: Sequence[Record], paper: Paper) -> str:
-    """Return the speed-ups where every cell has the same mini-batch."""
-    return with_batch(records, paper, (GRID, PAPER_SCALE), "equal")
+        found.append(SPEED_UPS.claim_ratio(records, paper, text, printed[cells[0]], cells))
+    return [*found, SPEED_UPS.claim_cells(records, paper, "Table 2")]
 
 
 def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 - the paper's numbers alone
@@ -113,65 +83,35 @@ def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 
     return markdown(header, rows)
 
 
-def table2_breakdown(records: Sequence[Record]) -> str:
-    """Return where the time of each simulated cell goes."""
-    return breakdown(find_grid(records, GRID, "simulated"), "fits", "seconds")
-
-
-def table2_planned_breakdown(records: Sequence[Record]) -> str:
-    """Return where the time of each planned cell goes."""
-    return breakdown(find_grid(records, GRID, "planned"), "fits", "seconds")
-
-
-def table2_partitions(records: Sequence[Record]) -> str:
-    """Return the partitions of the planned and the simulated cells, and their quality."""
-    return partitions(records, GRID, "fits")
-
-
-def table2_figures(records: Sequence[Record]) -> str:
-    """Return the devices and links of the paper and of the simulation."""
-    return figures(find_grid(records, GRID, "planned"), find_grid(records, GRID, "simulated"))
-
-
 def table2_laptop(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds where the mini-batch grows with M."""
-    return _laptop(records, "fixed", _LAPTOP_PROGRAM)
+    return _laptop(records, "fixed")
 
 
 def table2_laptop_equal(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds with the same mini-batch in every cell."""
-    return _laptop(records, "equal", _LAPTOP_EQUAL_PROGRAM)
+    return _laptop(records, "equal")
 
 
 def table2_laptop_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest of the runs whose mini-batch grows with M."""
-    return provenance(_find_newest_run(records, "fixed"), _LAPTOP_PROGRAM)
+    return _laptop_run(records, "fixed")
 
 
 def table2_laptop_equal_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest of the runs with the same mini-batch in every cell."""
-    return provenance(_find_newest_run(records, "equal"), _LAPTOP_EQUAL_PROGRAM)
+    return _laptop_run(records, "equal")
 
 
-def _find_newest_run(records: Sequence[Record], batch: str) -> Record | None:
-    runs = [run for cell in measured_runs(records, LAPTOP, batch).values() for run in cell]
-    return max(runs, key=lambda run: run.date, default=None)
+def _laptop_run(records: Sequence[Record], batch: str) -> str:
+    runs = (run for cell in measured_runs(records, LAPTOP, batch).values() for run in cell)
+    return provenance(newest(runs), _LAPTOP_PROGRAMS[batch])
 
 
-def table2_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the simulated columns."""
-    return grid_run(records, GRID, "simulated")
-
-
-def table2_planned_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the planned columns."""
-    return grid_run(records, GRID, "planned")
-
-
-def _laptop(records: Sequence[Record], batch: str, command: str) -> str:
+def _laptop(records: Sequence[Record], batch: str) -> str:
     cells = measured_runs(records, LAPTOP, batch)
     if not cells:
-        return not_run(command)
+        return not_run(_LAPTOP_PROGRAMS[batch])
     speeds = {cell: median_speed(runs) or 0.0 for cell, runs in cells.items()}
     rows = []
     for cell, runs in cells.items():
@@ -183,9 +123,9 @@ def _laptop(records: Sequence[Record], batch: str, command: str) -> str:
         rows.append(
             [
                 name_model(runs[0]),
-                str(k),
-                str(m),
-                str(runs[0].config["trainer"]["batch_size"]),
+                k,
+                m,
+                runs[0].config["trainer"]["batch_size"],
                 _spread(runs),
                 ratio(over_base),
                 _refuse_impossible(over_one, runs, cells.get((family, 1, m), ())),
@@ -229,48 +169,39 @@ def name_model(run: Record) -> str:
 
 def step_timeline(records: Sequence[Record]) -> str:
     """Return how long the tasks of a real step took, and the share of it in which a stage waited, for each model."""
-    runs = [record for record in records if record.experiment == TIMELINE]
-    newest_runs = {name_model(run): run for run in sorted(runs, key=lambda run: run.date)}
-    if not newest_runs:
-        return not_run(_TIMELINE_PROGRAM)
+    runs = [record for record in records if record.experiment == STEP_TIMELINE.experiment]
+    last = {name_model(run): run for run in sorted(runs, key=lambda run: run.date)}
     rows = []
-    for name, run in sorted(newest_runs.items()):
+    for name, run in sorted(last.items()):
         step = Timeline.from_json(run.results["events"], run.results["num_devices"])
         _, k, m = cell_of(run)
         layers = " ".join(map(str, run.results["partitions"]))
-        rows.append([name, str(k), str(m), layers, f"{step.makespan_seconds * 1e3:.0f}", f"{step.bubble:.1%}"])
-    return markdown(["model", "K", "M", "layers of each stage", "first to last task, ms", "bubble"], rows)
+        rows.append([name, k, m, layers, f"{step.makespan_seconds * 1e3:.0f}", f"{step.bubble:.1%}"])
+    header = ["model", "K", "M", "layers of each stage", "first to last task, ms", "bubble"]
+    return markdown(header, rows) if rows else STEP_TIMELINE.run(records)
 
 
-step_timeline_run = _STEP_TIMELINE.run()
-
-
-@_TRANSFORMER_UTILIZATION.table
+@TRANSFORMER_UTILIZATION.table
 def transformer_utilization(record: Record) -> str:
     """Return one row per setting: tokens per second, and the model's FLOPs as a share of the maker's peak."""
-    rows = []
-    for row in record.results["rows"]:
-        share = row["utilization"]
-        is_judged = row["compiled"] and row["rematerialize"] == "never" and share is not None
-        rows.append(
-            [
-                row["rematerialize"],
-                "yes" if row["compiled"] else "no",
-                f"{1000 * row['step_seconds']:.1f}",
-                f"{row['tokens_per_second']:,.0f}",
-                "" if share is None else f"{share:.1%}",
-                ("reached" if share >= _LEAST_UTILIZATION else "not reached") if is_judged else "",
-            ]
-        )
-    header = ["recomputation", "compiled", "ms per step", "tokens/s", "utilisation"]
-    header.append(f"at least {_LEAST_UTILIZATION:.0%}")
-    return markdown(header, rows)
+
+    def judge(row: Mapping[str, Any]) -> str:
+        if row["utilization"] is None or not row["compiled"] or row["rematerialize"] != "never":
+            return ""
+        return "reached" if row["utilization"] >= _LEAST_UTILIZATION else "not reached"
+
+    columns = {
+        "recomputation": lambda row: row["rematerialize"],
+        "compiled": lambda row: "yes" if row["compiled"] else "no",
+        "ms per step": lambda row: f"{1000 * row['step_seconds']:.1f}",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "utilisation": lambda row: format_value(row["utilization"], ".1%"),
+        f"at least {_LEAST_UTILIZATION:.0%}": judge,
+    }
+    return write_table(record.results["rows"], columns)
 
 
-transformer_utilization_run = _TRANSFORMER_UTILIZATION.run()
-
-
-@_LOSS_BYTES.table
+@LOSS_BYTES.table
 def loss_bytes(record: Record) -> str:
     """Return what a loss over a large vocabulary moves and allocates, in one pass and by single operations."""
     rows = []
@@ -279,28 +210,24 @@ def loss_bytes(record: Record) -> str:
         moved, operations = (sum(each[name] for each in passes) for name in ("bytes_moved", "operations"))
         peaks = (f"{each['peak_bytes'] / 1e9:.2f}" for each in passes)
         sizes = f"{row['logits_bytes'] / 1e9:.2f}", f"{moved / 1e9:.1f}"
-        rows.append([row["what"], row["dtype"], row["way"], *sizes, *peaks, str(operations)])
+        rows.append([row["what"], row["dtype"], row["way"], *sizes, *peaks, operations])
     header = ["micro-batch of", "logits in", "computed", "logits, GB", "planned GB moved"]
     return markdown([*header, "planned GB in forward", "planned GB in backward", "operations"], rows)
 
 
-loss_bytes_run = _LOSS_BYTES.run()
-
-
-@_LOSS_SECONDS.table
+@LOSS_SECONDS.table
 def loss_seconds(record: Record) -> str:
     """Return what the same takes on one core."""
-    rows = [
-        [row["what"], row["dtype"], f"{1e3 * row['one_by_one_seconds']:.0f}", f"{row['one_pass_of_it']:.2f}"]
-        for row in record.results["rows"]
-    ]
-    return markdown(["micro-batch of", "logits in", "one by one, ms", "one pass / one by one"], rows)
+    columns = {
+        "micro-batch of": lambda row: row["what"],
+        "logits in": lambda row: row["dtype"],
+        "one by one, ms": lambda row: f"{1e3 * row['one_by_one_seconds']:.0f}",
+        "one pass / one by one": lambda row: f"{row['one_pass_of_it']:.2f}",
+    }
+    return write_table(record.results["rows"], columns)
 
 
-loss_seconds_run = _LOSS_SECONDS.run()
-
-
-@_WEIGHT_COPIES.table
+@WEIGHT_COPIES.table
 def weight_copies(record: Record) -> str:
     """Return what steps under autocast convert, move, hold and send: a copy of each weight per use or per step."""
     sizes = "converted_bytes_moved", "bytes_moved", "peak_bytes", "sent_bytes"
@@ -313,10 +240,7 @@ def weight_copies(record: Record) -> str:
     return markdown([*header, "MB moved by all", "peak MB besides weights", "MB over the boundary"], rows)
 
 
-weight_copies_run = _WEIGHT_COPIES.run()
-
-
-@_DEVICE_WORK.table
+@DEVICE_WORK.table
 def device_work(record: Record) -> str:
     """Return what steps and losses ask of GPUs and their host, as they were and as they are."""
     names = "host_synchronisations", "stream_waits", "nccl_operations", "averages_before_gradients"
@@ -324,7 +248,7 @@ def device_work(record: Record) -> str:
     for row in record.results["rows"]:
         launches = f"{row.get('launches', row['kernels']):,}"  # records from before CUDA graphs have none
         # The simulation does not know which memory graphs would share.
-        sizes = ("" if row[name] is None else f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
+        sizes = (format_value(row[name], ",.1f", 1e-6) for name in ("bytes_moved", "peak_bytes"))
         counts = (f"{row[name]:,}" for name in names)
         rows.append([row["what"], row["way"], f"{row['kernels']:,}", launches, *sizes, *counts])
     header = ["counted", "way", "kernels", "launches", "MB moved by kernels", "peak MB besides weights"]
@@ -332,36 +256,20 @@ def device_work(record: Record) -> str:
     return markdown(header + waits, rows)
 
 
-device_work_run = _DEVICE_WORK.run()
-
-
 TABLES = (
     table2,
-    table2_other_settings,
-    table2_fixed,
-    table2_equal,
     table2_law,
-    table2_breakdown,
-    table2_planned_breakdown,
-    table2_partitions,
-    table2_figures,
-    table2_run,
-    table2_planned_run,
+    *SPEED_UPS.tables,
     table2_laptop,
     table2_laptop_run,
     table2_laptop_equal,
     table2_laptop_equal_run,
     step_timeline,
-    step_timeline_run,
-    transformer_utilization,
-    transformer_utilization_run,
-    loss_bytes,
-    loss_bytes_run,
-    loss_seconds,
-    loss_seconds_run,
-    weight_copies,
-    weight_copies_run,
-    device_work,
-    device_work_run,
-    *peers.TABLES,
+    *STEP_TIMELINE.tables,
+    *TRANSFORMER_UTILIZATION.tables,
+    *LOSS_BYTES.tables,
+    *LOSS_SECONDS.tables,
+    *WEIGHT_COPIES.tables,
+    *DEVICE_WORK.tables,
+    *PEERS.tables,
 )

@@ -11,7 +11,7 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, count_images, design_table
 from reproductions.study import Study
-from reproductions.table import Paper, markdown, not_run, provenance
+from reproductions.table import Paper, format_value, markdown, newest, not_run, provenance, write_table
 from reproductions.table4_imagenet_and_transfer.model_size import (
     TRAINED,
     model_size,
@@ -35,12 +35,7 @@ PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
 SHORT_RUNS = "short_runs_laptop"
 EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
-_INPUT_PIPELINE = Study("input_pipeline")
-_IMAGE_THROUGHPUT = Study("image_throughput")
-_COST = Study("table4_cost")
-table4_cost_run = _COST.run()
-input_pipeline_run = _INPUT_PIPELINE.run()
-image_throughput_run = _IMAGE_THROUGHPUT.run()
+INPUT_PIPELINE, IMAGE_THROUGHPUT, COST = Study("input_pipeline"), Study("image_throughput"), Study("table4_cost")
 
 
 def table4(records: Sequence[Record], paper: Paper) -> str:
@@ -109,28 +104,23 @@ def short_runs(records: Sequence[Record]) -> str:
 
 def transfer_laptop_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest transfer at laptop scale."""
-    return provenance(max(transfers(records), key=lambda run: run.date, default=None), "transfers at laptop scale")
+    return provenance(newest(transfers(records)), "transfers at laptop scale")
 
 
-@_COST.table
+@COST.table
 def table4_cost(record: Record) -> str:
     """Return what each run of Table 4 would compute, and for how long: planned, not measured."""
-    rows = [
-        [
-            row["data"],
-            f"{row['train_images']:,}",
-            f"{row['batch_size']}",
-            f"{row['steps']:,}",
-            f"{row['forward_flops'] / 1e12:.2f}",
-            f"{row['total_flops']:.1e}",
-            f"{row['accelerator_days']:,.1f}",
-            f"{row['num_stages']} x {row['state_bytes'] / 2**30:.1f}",
-        ]
-        for row in record.results["rows"]
-    ]
-    header = ["data set", "images", "batch", "steps", "TFLOPs per image, forward", "total FLOPs", "accelerator-days"]
-    header.append("stages x GiB of state, largest")
-    return markdown(header, rows)
+    columns = {
+        "data set": lambda row: row["data"],
+        "images": lambda row: f"{row['train_images']:,}",
+        "batch": lambda row: row["batch_size"],
+        "steps": lambda row: f"{row['steps']:,}",
+        "TFLOPs per image, forward": lambda row: f"{row['forward_flops'] / 1e12:.2f}",
+        "total FLOPs": lambda row: f"{row['total_flops']:.1e}",
+        "accelerator-days": lambda row: f"{row['accelerator_days']:,.1f}",
+        "stages x GiB of state, largest": lambda row: f"{row['num_stages']} x {row['state_bytes'] / 2**30:.1f}",
+    }
+    return write_table(record.results["rows"], columns)
 
 
 def table4_design(records: Sequence[Record], paper: Paper) -> str:
@@ -209,9 +199,8 @@ def _differences(run: Record) -> list[str]:
 
 def reason_not_run(records: Sequence[Record], data: str) -> str | None:
     """Return the newest recorded reason why a data set was not run, or None."""
-    reasons = [record for record in records if record.kind == "not run" and data_of(record) == data]
-    newest = max(reasons, key=lambda record: record.date, default=None)
-    return None if newest is None else str(newest.results["reason"])
+    found = newest(record for record in records if record.kind == "not run" and data_of(record) == data)
+    return None if found is None else str(found.results["reason"])
 
 
 def _above_paper(ours: Sequence[float], row: Mapping[str, str], figure: str) -> Interval | None:
@@ -239,56 +228,40 @@ def _test_figure(run: Record, figure: str) -> float:
 
 def image_runs(records: Sequence[Record]) -> str:
     """Return the trainings on images from scratch: model, data, accuracy and speed."""
-    runs = _image_runs(records)
-    rows = [
-        [
-            _model(run),
-            f"{_of(run, 'data', 'name')}, {_of(run, 'data', 'image_size')} px",
-            str(_of(run, "pipeline", "num_stages")),
-            str(_of(run, "pipeline", "num_microbatches")),
-            str(run.seed),
-            f"{run.results['top1']:.1%}",
-            f"{run.results['seconds'] / 60:.1f}",
-            f"{run.examples_per_second:.0f}",
-            f"{run.results['bubble']:.1%}" if run.results.get("bubble") is not None else "",
-            f"{run.results['peak_memory_bytes'] / 2**20:.0f}" if run.results.get("peak_memory_bytes") else "",
-        ]
-        for run in sorted(runs, key=lambda run: run.date)
-    ]
-    header = ["model", "images", "K", "M", "seed", "top-1", "minutes", "images/s", "bubble", "MiB per process, peak"]
-    return markdown(header, rows)
+    columns = {
+        "model": _model,
+        "images": lambda run: f"{run.config['data']['name']}, {run.config['data']['image_size']} px",
+        "K": lambda run: run.config["pipeline"]["num_stages"],
+        "M": lambda run: run.config["pipeline"]["num_microbatches"],
+        "seed": lambda run: run.seed,
+        "top-1": lambda run: f"{run.results['top1']:.1%}",
+        "minutes": lambda run: f"{run.results['seconds'] / 60:.1f}",
+        "images/s": lambda run: f"{run.examples_per_second:.0f}",
+        "bubble": lambda run: format_value(run.results.get("bubble"), ".1%"),
+        "MiB per process, peak": lambda run: format_value(run.results.get("peak_memory_bytes"), ".0f", 2**-20),
+    }
+    return write_table(sorted(_image_runs(records), key=lambda run: run.date), columns)
 
 
 def image_runs_from(records: Sequence[Record]) -> str:
     """Return the command, date and hardware of the newest run on images."""
-    runs = _image_runs(records)
-    return provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
+    return provenance(newest(_image_runs(records)), "train.py")
 
 
-@_INPUT_PIPELINE.table
+@INPUT_PIPELINE.table
 def input_pipeline(record: Record) -> str:
     """Return how many images per second are decoded and augmented, by our loader and by torchvision's."""
-    rows = [
-        [
-            str(row["image_size"]),
-            str(row["num_workers"]),
-            f"{row['ours_images_per_second']:.0f}",
-            f"{row['torchvision_images_per_second']:.0f}",
-            f"{row['ratio']:.2f}",
-        ]
-        for row in record.results["grid"]
-    ]
-    header = [
-        "px",
-        "worker processes",
-        "ours, images/s",
-        "torchvision, images/s",
-        "ours / torchvision, median of pairs",
-    ]
-    return markdown(header, rows)
+    columns = {
+        "px": lambda row: row["image_size"],
+        "worker processes": lambda row: row["num_workers"],
+        "ours, images/s": lambda row: f"{row['ours_images_per_second']:.0f}",
+        "torchvision, images/s": lambda row: f"{row['torchvision_images_per_second']:.0f}",
+        "ours / torchvision, median of pairs": lambda row: f"{row['ratio']:.2f}",
+    }
+    return write_table(record.results["grid"], columns)
 
 
-@_IMAGE_THROUGHPUT.table
+@IMAGE_THROUGHPUT.table
 def image_throughput(record: Record) -> str:
     """Return how many images per second one GPU trains on, beside torchgpipe's model at the same batch size."""
     grid = record.results["grid"]
@@ -341,10 +314,6 @@ def _model(run: Record) -> str:
     return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
 
 
-def _of(run: Record, section: str, key: str) -> Any:
-    return run.config[section][key]
-
-
 TABLES = (
     table4_design,
     table4,
@@ -355,12 +324,9 @@ TABLES = (
     table4_commands,
     short_runs,
     model_size,
-    table4_cost,
-    table4_cost_run,
+    *COST.tables,
     image_runs,
     image_runs_from,
-    input_pipeline,
-    input_pipeline_run,
-    image_throughput,
-    image_throughput_run,
+    *INPUT_PIPELINE.tables,
+    *IMAGE_THROUGHPUT.tables,
 )

@@ -10,7 +10,7 @@ from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
 from reproductions.english_lines import describe_lines, find_same, pool
 from reproductions.paper_scale import Differences
-from reproductions.table import Paper, markdown, not_run, provenance
+from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.translation_runs import (
     SCORER,
     SCORING,
@@ -169,8 +169,7 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
 
 def table5_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest small model."""
-    runs = [one.run for one in trainings(records, LAPTOP)]
-    return provenance(max(runs, key=lambda run: run.date, default=None), _COMMAND.format(LAPTOP))
+    return provenance(newest(one.run for one in trainings(records, LAPTOP)), _COMMAND.format(LAPTOP))
 
 
 def small_runs(records: Sequence[Record], experiment: str = LAPTOP) -> dict[str, dict[int, dict[int, Trained]]]:

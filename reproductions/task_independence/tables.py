@@ -7,19 +7,15 @@ from reproductions.claims import NO_TEST, NOT_RUN, Claim
 from reproductions.study import Study
 from reproductions.table import Paper, markdown, newest
 
-EXPERIMENT = "traced_models"
 STAGES = (2, 4, 8)
-SPEED_EXPERIMENT = "traced_speed"
-PLANNED_EXPERIMENT = "planned_models"
 PLANNED_STAGES = (1, 2, 4, 8)
-_TRACED_MODELS = Study(EXPERIMENT)
-_TRACED_SPEED = Study(SPEED_EXPERIMENT)
-_PLANNED_MODELS = Study(PLANNED_EXPERIMENT)
+TRACED_MODELS, TRACED_SPEED = Study("traced_models"), Study("traced_speed")
+PLANNED_MODELS = Study("planned_models")
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
     """Return the share of architectures that become layers with the same bits."""
-    found = newest(records, EXPERIMENT)
+    found = newest(records, TRACED_MODELS.experiment)
     measured = NOT_RUN
     if found is not None:
         models = found.results["models"]
@@ -29,7 +25,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     return [Claim(text, "any", measured, verdict=NO_TEST)]
 
 
-@_TRACED_MODELS.table
+@TRACED_MODELS.table
 def traced_share(record: Record) -> str:
     """Return how many models of each library became layers, and how many of those have the same bits."""
     rows = []
@@ -37,11 +33,11 @@ def traced_share(record: Record) -> str:
         models = [model for model in record.results["models"] if model["library"] == library]
         traced = [model for model in models if "refused" not in model]
         exact = [model for model in traced if model["differs"] == ""]
-        rows.append([library, *(str(len(part)) for part in (models, traced, exact))])
+        rows.append([library, *(len(part) for part in (models, traced, exact))])
     return markdown(["library", "architectures", "became layers", "same bits"], rows)
 
 
-@_TRACED_MODELS.table
+@TRACED_MODELS.table
 def traced_models(record: Record) -> str:
     """Return each architecture, the number of layers, whether it has the same bits, and the balance, or why none."""
     rows = []
@@ -54,14 +50,11 @@ def traced_models(record: Record) -> str:
         same = f"no: {model['differs']}" if model["differs"] else "yes"
         balances = [model["balance"][str(k)] for k in STAGES]
         shown = ["" if balance is None else f"{balance:.0%}" for balance in balances]
-        rows.append([name, str(model["num_layers"]), same, *shown])
+        rows.append([name, model["num_layers"], same, *shown])
     return markdown(["model", "layers", "same bits", *(f"balance, K = {k}" for k in STAGES)], rows)
 
 
-traced_models_run = _TRACED_MODELS.run()
-
-
-@_TRACED_SPEED.table
+@TRACED_SPEED.table
 def traced_speed(record: Record) -> str:
     """Return what the layers cost beside the plain model, and what a second stage gains."""
     rows = [
@@ -78,29 +71,15 @@ def traced_speed(record: Record) -> str:
     return markdown(["model", "schedule", *heads], rows)
 
 
-traced_speed_run = _TRACED_SPEED.run()
-
-
-@_PLANNED_MODELS.table
+@PLANNED_MODELS.table
 def planned_models(record: Record) -> str:
     """Return the planned speed and the fullest device's memory of well-known models, for each K."""
     rows = []
     for model in record.results["models"]:
         plans = [model["plans"][str(k)] for k in PLANNED_STAGES]
         cells = [f"{plan['images_per_second']:,.0f}; {plan['peak_bytes'] / 2**30:.1f} GiB" for plan in plans]
-        rows.append([model["model"], f"{model['parameters'] / 1e6:.0f}M", str(model["image_size"]), *cells])
+        rows.append([model["model"], f"{model['parameters'] / 1e6:.0f}M", model["image_size"], *cells])
     return markdown(["model", "parameters", "pixels", *(f"images/s; peak, K = {k}" for k in PLANNED_STAGES)], rows)
 
 
-planned_models_run = _PLANNED_MODELS.run()
-
-
-TABLES = (
-    traced_share,
-    traced_models,
-    traced_models_run,
-    traced_speed,
-    traced_speed_run,
-    planned_models,
-    planned_models_run,
-)
+TABLES = (*TRACED_MODELS.tables, *TRACED_SPEED.tables, *PLANNED_MODELS.tables)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpipe.data import SPLITS, open_tokenizer, split_of
 from gpipe.records import Record, make_record, read_records
-from reproductions.english_lines import EXPERIMENT, describe_lines, describe_number, english_lines, find_same, pool
+from reproductions.english_lines import ENGLISH_LINES, describe_lines, describe_number, english_lines, find_same, pool
 from reproductions.figure3_multilingual.depth import deep_or_wide
 from reproductions.figure3_multilingual.pairs import BILINGUAL, MULTILINGUAL, fit_gains
 from reproductions.figure3_multilingual.tables import claims, figure3_gain, figure3_low_resource
@@ -30,7 +30,8 @@ PAPER = [{"num_layers": layers, "feedforward_size": "1", "num_heads": "1", "para
 
 def test_the_committed_records_are_what_the_corpus_has() -> None:
     record, other = (
-        newest(read_records(ROOT / "reproductions" / claim / "runs.jsonl"), EXPERIMENT) for claim in CLAIMS
+        newest(read_records(ROOT / "reproductions" / claim / "runs.jsonl"), ENGLISH_LINES.experiment)
+        for claim in CLAIMS
     )
     assert record is not None and other is not None and record.results == other.results
     english: dict[str, str] = {}
@@ -67,7 +68,7 @@ def test_the_committed_records_are_what_the_corpus_has() -> None:
 def test_every_scored_language_has_as_many_lines_on_record_as_sentences_were_scored() -> None:
     for claim in CLAIMS:
         records = read_records(ROOT / "reproductions" / claim / "runs.jsonl")
-        record = newest(records, EXPERIMENT)
+        record = newest(records, ENGLISH_LINES.experiment)
         scores = [one for one in records if one.experiment == "bleu" and one.results.get("split", "test") == "test"]
         found = {(name, row["num_sentences"]) for one in scores for name, row in one.results["languages"].items()}
         assert record is not None and found
@@ -92,7 +93,9 @@ def shared(*groups: tuple[str, ...]) -> Record:
     lines = {name: [*range(6)] for group in groups for name in group} | {"de": [0, 7, 7]}
     results = {"same": same, "lines": {"valid": {}, "test": lines}}
     config = {"data": {"name": "corpus"}}
-    return make_record(kind="measured", command="c", experiment=EXPERIMENT, config=config, seed=0, results=results)
+    return make_record(
+        kind="measured", command="c", experiment=ENGLISH_LINES.experiment, config=config, seed=0, results=results
+    )
 
 
 def compared(languages: tuple[str, ...]) -> list[Record]:

@@ -7,12 +7,13 @@ import pytest
 
 from gpipe.records import Record, make_record
 from reproductions.table2_throughput.peers import (
-    TABLES,
+    PEERS,
     peers_memory,
     peers_partitions,
     peers_speed_up,
     peers_throughput,
 )
+from tests.reproductions.translation_records import cells
 
 SPEEDS = {("ours", 1): 10.0, ("torch", 1): 8.0, ("ours", 2): 18.0, ("torch", 2): 12.0}
 NOT_RUN = "not run: 4 stages need 4 cores, here: 2"
@@ -42,10 +43,6 @@ def record() -> Record:
     return make_record(kind="measured", command="c", experiment="peers", config={}, seed=0, results=results)
 
 
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()][2:]
-
-
 def test_the_engines_stand_side_by_side_with_ours_over_each_peer() -> None:
     assert cells(peers_throughput([record()])) == [
         ["A", "1", "4", "10.0", "8.0", "1.25"],
@@ -69,6 +66,6 @@ def test_a_partition_that_was_not_chosen_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+@pytest.mark.parametrize("table", PEERS.tables, ids=lambda table: table.__name__)
 def test_without_a_record_a_table_says_so(table: Callable[[list[Record]], str]) -> None:
     assert table([]) == "Not run: python -m experiments.peers.\n"

@@ -32,13 +32,13 @@ RECORDS = [
 
 def test_the_newest_record_of_the_study_is_shown() -> None:
     assert cost(RECORDS) == "2\n"
-    assert "| command | `c2` |" in STUDY.run()(RECORDS)
+    assert "| command | `c2` |" in STUDY.run(RECORDS)
 
 
 def test_without_a_record_a_table_says_what_to_run() -> None:
-    assert cost(RECORDS[3:]) == STUDY.run()([]) == "Not run: python -m experiments.cost.\n"
-    assert Study("cost", "make cost").run()([]) == "Not run: make cost.\n"
+    assert cost(RECORDS[3:]) == STUDY.run([]) == "Not run: python -m experiments.cost.\n"
+    assert Study("cost", "make cost").run([]) == "Not run: make cost.\n"
 
 
 def test_tables_are_found_by_their_names() -> None:
-    assert (cost.__name__, STUDY.run().__name__) == ("cost", "cost_run")
+    assert [table.__name__ for table in STUDY.tables] == ["cost", "cost_run"]

@@ -5,31 +5,23 @@ from dataclasses import replace
 from gpipe.pipeline.schedule import Kind, gpipe
 from gpipe.planning.simulation import simulate
 from gpipe.records import Record, make_record
-from reproductions.speed_ups import cells_claim, count_near
+from reproductions.speed_ups import count_near
 from reproductions.table2_throughput.tables import (
     GRID,
     LAPTOP,
-    PAPER_SCALE,
-    TIMELINE,
+    SPEED_UPS,
+    STEP_TIMELINE,
     claims,
     step_timeline,
-    step_timeline_run,
     table2,
-    table2_breakdown,
-    table2_equal,
-    table2_figures,
-    table2_fixed,
     table2_laptop,
     table2_laptop_equal,
     table2_laptop_equal_run,
     table2_laptop_run,
     table2_law,
-    table2_other_settings,
-    table2_partitions,
-    table2_planned_run,
-    table2_run,
 )
 from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.translation_records import cells
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 SHARES = {"computing": 0.5, "recomputation": 0.25, "bubble": 0.125, "imbalance": 0.125, "transfer": 0.0, "update": 0.0}
@@ -74,10 +66,6 @@ def small_run(k: int, m: int, batch_size: int, speed: float, seed: int = 0) -> R
     return make_record(kind="measured", command="c", experiment=LAPTOP, config=config, seed=seed, results=results)
 
 
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()][2:]
-
-
 def test_each_kind_stands_in_its_own_column_beside_the_papers_number() -> None:
     records = [grid("planned", fits_seconds=5.0, fits_flops=3.0), grid("simulated", fits_seconds=4.4, fits_flops=2.0)]
     first, second, third, fourth = cells(table2(records, PAPER))
@@ -94,19 +82,19 @@ def test_the_newest_grid_counts() -> None:
 
 def test_measured_runs_with_growing_and_with_equal_mini_batches_are_apart() -> None:
     growing, equal = [run(2, 1, 4, 10.0), run(8, 32, 128, 40.0)], [run(2, 1, 128, 16.0)]
-    fixed = cells(table2_fixed([*growing, *equal, grid("planned", fixed_seconds=5.0)], PAPER))
+    fixed = cells(SPEED_UPS.fixed([*growing, *equal, grid("planned", fixed_seconds=5.0)], PAPER))
     assert [line[4:] for line in fixed[:2]] == [["1.00", "", "1.00"], ["5.00", "", "4.00"]]
-    same = cells(table2_equal([*growing, *equal, grid("simulated", equal_seconds=5.0)], PAPER))
+    same = cells(SPEED_UPS.equal([*growing, *equal, grid("simulated", equal_seconds=5.0)], PAPER))
     assert [line[4:] for line in same[:2]] == [["", "1.00", "1.00"], ["", "5.00", "2.50"]]
     assert fixed[2][-1] == fixed[3][-1] == "not run"
 
 
 def test_small_models_do_not_count_as_the_papers() -> None:
-    assert cells(table2_fixed([small_run(2, 1, 4, 10.0)], PAPER))[0][-1] == "not run"
+    assert cells(SPEED_UPS.fixed([small_run(2, 1, 4, 10.0)], PAPER))[0][-1] == "not run"
 
 
 def test_a_cell_that_the_paper_does_not_have_stands_among_other_settings() -> None:
-    (row,) = cells(table2_other_settings([run(2, 1, 4, 10.0), run(4, 1, 4, 9.0)], PAPER))
+    (row,) = cells(SPEED_UPS.other_settings([run(2, 1, 4, 10.0), run(4, 1, 4, 9.0)], PAPER))
     assert row[-1] == "pipeline.num_stages: 4 (paper scale: 2); launch.num_processes: 4 (paper scale: 2)"
 
 
@@ -116,8 +104,8 @@ def test_the_speed_of_two_replicas_or_of_one_process_stands_among_other_settings
         composed("+experiment=table2_throughput", *cell, launch, examples_per_second=1.0)
         for launch in ("launch.num_replicas=2", "launch.num_processes=1")
     ]
-    assert cells(table2_fixed(runs, PAPER)) == cells(table2_fixed([], PAPER))
-    assert [row[-1] for row in cells(table2_other_settings(runs, PAPER))] == [
+    assert cells(SPEED_UPS.fixed(runs, PAPER)) == cells(SPEED_UPS.fixed([], PAPER))
+    assert [row[-1] for row in cells(SPEED_UPS.other_settings(runs, PAPER))] == [
         "launch.num_processes: 4 (paper scale: 2); launch.num_replicas: 2 (paper scale: 1)",
         "launch.num_processes: 1 (paper scale: 2)",
     ]
@@ -139,7 +127,7 @@ def test_the_claims_have_a_column_for_each_kind() -> None:
 
 
 def test_a_claim_names_the_cut_where_there_is_only_one() -> None:
-    near = cells_claim([grid("simulated", fits_flops=4.0)], PAPER, (GRID, PAPER_SCALE), "Table 2")
+    near = SPEED_UPS.claim_cells([grid("simulated", fits_flops=4.0)], PAPER, "Table 2")
     assert (near.simulated, near.planned) == ("cut by FLOPs: 1 of 2", "")
 
 
@@ -150,7 +138,7 @@ def test_the_base_of_the_speed_ups_is_no_near_cell() -> None:
 
 def test_runs_of_another_machine_than_the_newest_ones_are_left_out() -> None:
     old = replace(run(2, 1, 4, 10.0), hardware={"cpu": "another", "gpus": []}, date=LONG_AGO)
-    assert cells(table2_fixed([old, run(8, 32, 128, 40.0)], PAPER))[0][-1] == "not run"
+    assert cells(SPEED_UPS.fixed([old, run(8, 32, 128, 40.0)], PAPER))[0][-1] == "not run"
 
 
 def test_the_law_of_early_recomputation_is_what_the_simulator_finds() -> None:
@@ -178,25 +166,25 @@ def test_the_bubble_formula_stands_beside_the_paper() -> None:
 def test_where_the_time_goes_stands_beside_the_bubbles_formula() -> None:
     records = [grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0)]
     shares = ["50.0%", "25.0%", "12.5%", "12.5%", "0.0%", "0.0%"]
-    assert cells(table2_breakdown(records))[1] == ["A", "8", "32", "16", "4.0 of 8", *shares, f"{7 / 39:.1%}"]
-    assert cells(table2_figures(records)) == [["A", "tpu", "5,000", "60", "50.0", "0.6", "100"]]
+    assert cells(SPEED_UPS.breakdown(records))[1] == ["A", "8", "32", "16", "4.0 of 8", *shares, f"{7 / 39:.1%}"]
+    assert cells(SPEED_UPS.figures(records)) == [["A", "tpu", "5,000", "60", "50.0", "0.6", "100"]]
 
 
 def test_the_cuts_of_each_kind_stand_in_columns_of_their_own() -> None:
     planned, simulated = grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0, fits_flops=2.0)
     planned.results["models"][0]["cells"][1]["partitions"] = [2, 2]
-    assert cells(table2_partitions([planned, simulated])) == [
+    assert cells(SPEED_UPS.partitions([planned, simulated])) == [
         ["A", "8", "seconds", "2 2", "50.0%", "3 1", "50.0%"],
         ["A", "8", "flops", "", "", "3 1", "50.0%"],
     ]
-    assert cells(table2_partitions([simulated]))[0] == ["A", "8", "seconds", "", "", "3 1", "50.0%"]
+    assert cells(SPEED_UPS.partitions([simulated]))[0] == ["A", "8", "seconds", "", "", "3 1", "50.0%"]
 
 
 def test_planned_and_simulated_columns_name_their_own_records() -> None:
     records = [grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0)]
     records = [replace(record, command=f"python {record.kind}.py") for record in records]
-    assert "| command | `python simulated.py` |\n| numbers | simulated |" in table2_run(records)
-    assert "| command | `python planned.py` |\n| numbers | planned |" in table2_planned_run(records)
+    assert "| command | `python simulated.py` |\n| numbers | simulated |" in SPEED_UPS.run(records)
+    assert "| command | `python planned.py` |\n| numbers | planned |" in SPEED_UPS.planned_run(records)
 
 
 def test_the_laptops_speeds_name_their_newest_run() -> None:
@@ -249,19 +237,19 @@ def test_the_tasks_of_a_real_step_are_told_for_each_model() -> None:
     ]
     found = replace(
         small_run(2, 4, 16, 1.0),
-        experiment=TIMELINE,
+        experiment=STEP_TIMELINE.experiment,
         results={"events": events, "num_devices": 2, "partitions": [3, 5]},
     )
     (row,) = cells(step_timeline([found]))
     expected = [f"{step.makespan_seconds * 1e3:.0f}", f"{step.bubble:.1%}"]
     assert row == ["AmoebaNet-D (6,32)", "2", "4", "3 5", *expected]
-    assert step_timeline([]) == step_timeline_run([]) == "Not run: python -m experiments.step_timeline.\n"
+    assert step_timeline([]) == STEP_TIMELINE.run([]) == "Not run: python -m experiments.step_timeline.\n"
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput_laptop.\n"
     assert table2_laptop_equal([]).endswith("trainer.batch_size=128.\n")
     assert (table2_laptop_run([]), table2_laptop_equal_run([])) == (table2_laptop([]), table2_laptop_equal([]))
-    assert table2_planned_run([]) == "Not run: python -m experiments.table2_throughput --plan-only.\n"
-    for table in (table2_breakdown, table2_partitions, table2_figures, table2_run):
+    assert SPEED_UPS.planned_run([]) == "Not run: python -m experiments.table2_throughput --plan-only.\n"
+    for table in (SPEED_UPS.breakdown, SPEED_UPS.partitions, SPEED_UPS.figures, SPEED_UPS.run):
         assert table([]) == "Not run: python -m experiments.table2_throughput.\n"

@@ -3,8 +3,9 @@
 from gpipe.records import Record, make_record
 from reproductions import ROOT
 from reproductions.pages import read_paper
-from reproductions.table3_slow_links.tables import GRID, table3, table3_fixed, table3_other_settings
+from reproductions.table3_slow_links.tables import GRID, SPEED_UPS, table3
 from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.translation_records import cells
 
 PAPER = [
     {"model": "transformer_lm", "title": "T", "num_stages": k, "num_microbatches": "32", "speed_up": speed_up}
@@ -21,10 +22,6 @@ def grid(kind: str, batch: str, *speeds: float) -> Record:
     return make_record(kind=kind, command="c", experiment=GRID, config={}, seed=0, results=results)
 
 
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()][2:]
-
-
 def test_speed_ups_are_over_two_stages() -> None:
     records = [grid("planned", "fits", 2.0, 4.0, 6.6), grid("simulated", "fits", 5.0, 9.0, 15.0)]
     found = cells(table3(records, PAPER))
@@ -33,7 +30,7 @@ def test_speed_ups_are_over_two_stages() -> None:
 
 
 def test_what_nobody_measured_is_not_run() -> None:
-    found = cells(table3_fixed([grid("simulated", "fixed", 5.0, 9.0, 15.0)], PAPER))
+    found = cells(SPEED_UPS.fixed([grid("simulated", "fixed", 5.0, 9.0, 15.0)], PAPER))
     assert [line[4:] for line in found] == [["", "1.00", "not run"], ["", "1.80", "not run"], ["", "3.00", "not run"]]
 
 
@@ -46,8 +43,8 @@ def test_runs_of_the_pages_commands_count_and_others_stand_among_other_settings(
         for name, size in models
         for k in (2, 4)
     ]
-    assert [line[-1] for line in cells(table3_fixed(runs, paper))] == ["1.00", "2.00", "not run"] * 2
-    assert table3_other_settings(runs, paper) == "Other settings under a paper-scale name: no run.\n"
+    assert [line[-1] for line in cells(SPEED_UPS.fixed(runs, paper))] == ["1.00", "2.00", "not run"] * 2
+    assert SPEED_UPS.other_settings(runs, paper) == "Other settings under a paper-scale name: no run.\n"
     narrow = composed("+experiment=table2_amoebanet_d", "model.num_filters=64", *shared)
-    (row,) = cells(table3_other_settings([narrow], paper))
+    (row,) = cells(SPEED_UPS.other_settings([narrow], paper))
     assert row[-1] == "model.num_filters: 64 (paper scale: 128)"

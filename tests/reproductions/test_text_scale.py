@@ -1,7 +1,7 @@
 """The table of what a corpus takes until the first mini-batch."""
 
 from gpipe.records import Record, make_record
-from reproductions.figure3_multilingual.text_scale import BUILD, RESUME, START, text_scale, text_scale_run
+from reproductions.figure3_multilingual.text_scale import BUILD, RESUME, START, TEXT_SCALE, text_scale
 
 TIMES = {"seconds": 0.5, "seconds_of_work": 0.4, "seconds_from_disk": 0.7}
 
@@ -21,7 +21,7 @@ def measured(private_bytes: list[int]) -> Record:
 
 
 def test_what_was_not_measured_is_not_claimed() -> None:
-    assert text_scale([]) == text_scale_run([]) == "Not run: python -m experiments.text_scale.\n"
+    assert text_scale([]) == TEXT_SCALE.run([]) == "Not run: python -m experiments.text_scale.\n"
 
 
 def test_a_figure_is_flat_where_it_changes_by_a_fifth_at_most() -> None:

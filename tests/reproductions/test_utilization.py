@@ -1,12 +1,12 @@
 """The table of a GPU's utilisation."""
 
 from gpipe.records import make_record
-from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
+from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION, transformer_utilization
 
 
 def test_without_a_gpu_nothing_is_claimed() -> None:
     expected = "Not run: python -m experiments.transformer_utilization, which needs a GPU.\n"
-    assert transformer_utilization([]) == transformer_utilization_run([]) == expected
+    assert transformer_utilization([]) == TRANSFORMER_UTILIZATION.run([]) == expected
 
 
 def test_only_what_is_compiled_and_kept_is_judged() -> None:
