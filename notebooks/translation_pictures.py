@@ -9,7 +9,7 @@ from house_style import PAPER_ALONE, Color, show
 
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
-from reproductions.english_lines import describe_number, find_same, pool
+from reproductions.corpus import Corpus
 from reproductions.figure3_multilingual.depth import average
 from reproductions.figure3_multilingual.gain import Line
 from reproductions.figure3_multilingual.pairs import (
@@ -23,7 +23,7 @@ from reproductions.figure3_multilingual.pairs import (
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
-from reproductions.translation_runs import Trained, describe_pairs, list_barely_tested, training_pairs
+from reproductions.translation_runs import Trained
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
 records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
@@ -72,7 +72,7 @@ SCORES_COMMAND = "python bleu.py <the run's folder>"
 
 def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) -> None:
     """Draw the loss and chrF of each language, of a model and data."""
-    pairs = training_pairs(records, many[0].run.config["data"]["name"])
+    pairs = Corpus(records, setting).pairs
     if not pairs:
         show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
         return
@@ -90,8 +90,7 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
 
 def draw_gain(setting: str) -> None:
     """Draw the gain of each language against its number of training pairs, the line through them, and its interval."""
-    data = setting.rpartition(", ")[2]
-    pairs, barely = training_pairs(records, data), set(list_barely_tested(records, data))
+    corpus = Corpus(records, setting)
     fitted = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
     if not fitted:
         show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
@@ -104,9 +103,9 @@ def draw_gain(setting: str) -> None:
                 values.setdefault(language, []).append(gain)
         for label, is_tested in (("50 test sentences or more", True), ("fewer", False)):
             points = [
-                (pairs[language], fmean(of))
+                (corpus.pairs[language], fmean(of))
                 for language, of in values.items()
-                if language in pairs and (language not in barely) == is_tested
+                if language in corpus.pairs and (language not in corpus.barely_tested) == is_tested
             ]
             if points:
                 style = {"markeredgewidth": 0} if is_tested else {"fillstyle": "none"}
@@ -140,14 +139,13 @@ def draw_line(axis: plt.Axes, line: Line) -> None:
 
 def describe_gain(setting: str) -> str:
     """Say on how many languages the multilingual model has the lower loss, and by how much, for each group of them."""
-    said, data = [], setting.rpartition(", ")[2]
-    same = find_same(records, data)
+    said, corpus = [], Corpus(records, setting)
     for group, seeds in group_pairs(records)[setting].items():
         languages, values = sorted(list_languages(seeds)), dict[str, list[float]]()
         for found in gains_of(seeds, LOSS, languages).values():
-            for language, gain in pool(found, same).items():
+            for language, gain in corpus.pool(found).items():
                 values.setdefault(language, []).append(gain)
-        number, extent = describe_number(languages, same, "language"), describe_pairs(languages, records, data)
+        number, extent = corpus.describe_number(languages, "language"), corpus.describe_pairs(languages)
         gains = [fmean(of) for of in values.values()]
         better, mean_gain = sum(gain > 0 for gain in gains), fmean(gains)
         said.append(
@@ -201,14 +199,14 @@ GROUPS = (("low", 0.97, Color.LOW_RESOURCE, "o"), ("high", 1.03, Color.HIGH_RESO
 
 def draw_depths(data: str, depths: Mapping[int, Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
     """Draw loss and scores against the number of layers, by group of languages of a data set."""
-    same = find_same(records, data)
+    corpus = Corpus(records, data)
     _, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
     labels = {"loss": "lowest loss, nats per token", "chrf": "chrF of the test set", "bleu": "BLEU of the test set"}
     for axis, (figure, label) in zip(axes, labels.items(), strict=True):
         for group, side, color, marker in GROUPS:
             means = []
             for depth, models in depths.items():
-                found = [average(one, figure, groups[group], same) for one in models.values()]
+                found = [average(one, figure, groups[group], corpus) for one in models.values()]
                 seen = [value for value in found if value is not None]
                 if seen:
                     axis.plot([depth * side] * len(seen), seen, marker, color=color, ms=4, mew=0, alpha=0.5)

@@ -71,29 +71,26 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob],
     path = root / FOLDER / name / RUNS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
+
+    def make(kind: str, outcome: Outcome, results: dict[str, Any]) -> Record:
+        config = outcome.config or {"data": {"name": outcome.data}}
+        seed = config.get("seed", 0)
+        return without_places(
+            make_record(kind=kind, command=command, experiment=experiment, config=config, seed=seed, results=results)
+        )
+
     new = [read_run(job.folder) for job in jobs if job.record is not None]
-    new += [_make_diverged_record(job, command, experiment) for job in jobs if _is_diverged(job.outcome)]
+    new += [
+        make("measured", job.outcome, {"failure": job.outcome.reason, **_read_curves(job.folder)})
+        for job in jobs
+        if _is_diverged(job.outcome)
+    ]
     unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
     without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
-    for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
-        settings, results = outcome.config or {"data": {"name": outcome.data}}, {"reason": outcome.reason}
-        seed = settings.get("seed", 0)
-        made = make_record(
-            kind="not run", command=command, experiment=experiment, config=settings, seed=seed, results=results
-        )
-        new.append(without_places(made))
+    unmade = [*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)]
+    new += [make("not run", outcome, {"reason": outcome.reason}) for outcome in unmade]
     old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
     write_records(path, [*old, *new])
-
-
-def _make_diverged_record(job: SweepJob, command: str, experiment: str) -> Record:
-    """Return the record of a training whose loss or gradient was not finite."""
-    settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_read_curves(job.folder)}
-    seed = settings.get("seed", 0)
-    made = make_record(
-        kind="measured", command=command, experiment=experiment, config=settings, seed=seed, results=results
-    )
-    return without_places(made)
 
 
 def _replaces(new: Record, old: Record) -> bool:

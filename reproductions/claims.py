@@ -3,10 +3,10 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from reproductions.table import markdown
+from reproductions.table import markdown, write_table
 from reproductions.verdict import CONFIDENCE, ONE_SEED, Interval
 
 NOT_RUN = "not run"
@@ -42,20 +42,16 @@ class Claim:
 
 def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None = None) -> str:
     """Return the rows of several pages; with `links`, the path to the folders, each claim links to its page."""
-    rows = [
-        [
-            claim.text if links is None else f"[{claim.text}]({links}{page})",
-            claim.scope,
-            claim.paper,
-            claim.measured,
-            claim.simulated,
-            claim.planned,
-            claim.verdict,
-        ]
-        for page, claims in pages
-        for claim in claims
-    ]
-    return markdown(["claim", "scope", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
+    columns: dict[str, Callable[[tuple[str, Claim]], str]] = {
+        "claim": lambda row: row[1].text if links is None else f"[{row[1].text}]({links}{row[0]})",
+        "scope": lambda row: row[1].scope,
+        "the paper": lambda row: row[1].paper,
+        "measured here": lambda row: row[1].measured,
+        "simulated": lambda row: row[1].simulated,
+        "planned": lambda row: row[1].planned,
+        "verdict": lambda row: row[1].verdict,
+    }
+    return write_table(((page, claim) for page, claims in pages for claim in claims), columns)
 
 
 def verdicts_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str) -> str:
@@ -89,6 +85,13 @@ def describe_chance(claims: Iterable[Claim]) -> str:
     return (
         f"One time in twenty is for each interval by itself. The table of claims has {number} intervals: if there were "
         f"no effect anywhere, up to {number * (1 - CONFIDENCE):.1f} of them would be expected to exclude zero.\n"
+    )
+
+
+def format_gains(intervals: Mapping[str, Interval | None], forms: Mapping[str, str]) -> str:
+    """Return the mean gains of several figures by their names; forms: the formats of the numbers."""
+    return "; ".join(
+        f"{name} {interval.mean:+z{forms[name]}}" for name, interval in intervals.items() if interval is not None
     )
 
 

@@ -13,8 +13,6 @@ DEEP_OR_WIDE = "deep_or_wide_laptop"
 PARAMETERS = "translation_parameters"
 SCORING = "bleu"
 SCORER = "bleu.py"
-MIN_TEST_SENTENCES = 50
-"""The score of a few sentences is noisy: languages with fewer are left out of some means, which say so."""
 
 
 class Recipe(NamedTuple):
@@ -153,7 +151,7 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     """
     scored: dict[object, list[Record]] = {}
     for record in records:
-        if _is_score(record, "test"):
+        if is_score(record, "test"):
             scored.setdefault(_part(record), []).append(record)
     found: dict[object, Trained] = {}
     for run in records:
@@ -210,13 +208,13 @@ def compare_beams(records: Sequence[Record], *, is_of_all: bool) -> dict[int, tu
     """
     found: dict[int, dict[str, float]] = {}
     for record in records:
-        if _is_score(record, "valid") and (Trained(record, {}).languages is None) == is_of_all:
+        if is_score(record, "valid") and (Trained(record, {}).languages is None) == is_of_all:
             chrf = {language: row["chrf"] for language, row in record.results["languages"].items()}
             found.setdefault(record.results["num_beams"], {}).update(chrf)
     return {beam: (len(scores), fmean(scores.values())) for beam, scores in sorted(found.items())}
 
 
-def _is_score(record: Record, split: str) -> bool:
+def is_score(record: Record, split: str) -> bool:
     """Return whether a record has scores of a split: those of a validation set choose a beam, and are no results."""
     is_score = record.experiment == SCORING and record.kind == "measured"
     return is_score and record.results.get("split", "test") == split
@@ -225,37 +223,6 @@ def _is_score(record: Record, split: str) -> bool:
 def _part(record: Record) -> tuple[int, tuple[str, ...] | None]:
     """Return a cheap key that a training shares with its scores, and with few other trainings."""
     return record.seed, Trained(record, {}).languages
-
-
-def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
-    """Return the number of training pairs of each language of a data set, from the last record of its scores."""
-    return _read_scored(records, data, "num_train_pairs")
-
-
-def count_test_sentences(records: Iterable[Record], data: str) -> dict[str, int]:
-    """Return the number of test sentences of each language of a data set, from the last record of its scores."""
-    return _read_scored(records, data, "num_sentences")
-
-
-def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for record in records:
-        if _is_score(record, "test") and record.config["data"]["name"] == data:
-            found |= {language: row[name] for language, row in record.results["languages"].items()}
-    return found
-
-
-def describe_pairs(languages: Iterable[str], records: Iterable[Record], data: str) -> str:
-    """Write how many training pairs the poorest and the richest of some languages have; empty if unknown."""
-    pairs = training_pairs(records, data)
-    known = [pairs[language] for language in languages if language in pairs]
-    return f"{' to '.join(f'{count:,}' for count in sorted({min(known), max(known)}))} training pairs" if known else ""
-
-
-def list_barely_tested(records: Iterable[Record], data: str) -> list[str]:
-    """Return the languages of a data set whose test set is smaller than MIN_TEST_SENTENCES."""
-    counts = count_test_sentences(records, data)
-    return sorted(language for language, count in counts.items() if count < MIN_TEST_SENTENCES)
 
 
 def beams(found: Iterable[Trained]) -> list[int]:

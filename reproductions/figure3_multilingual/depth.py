@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record
-from reproductions.claims import Claim, format_verdicts
-from reproductions.english_lines import describe_number, find_same, pool
+from reproductions.claims import Claim, format_gains, format_verdicts
+from reproductions.corpus import Corpus
 from reproductions.table import Paper, markdown, not_run
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -19,14 +18,11 @@ from reproductions.translation_runs import (
     SCORER,
     Trained,
     beams,
-    describe_pairs,
     describe_search,
-    list_barely_tested,
     mean,
     planned_models,
     shape_of,
     spread,
-    training_pairs,
     trainings,
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
@@ -49,28 +45,27 @@ def deep_or_wide(records: Sequence[Record]) -> str:
     """
     tables = []
     for data, depths in models_by_depth(records).items():
-        models, same = list(depths.values()), find_same(records, data[0])
-        groups = tested_groups(records, data[0])
+        models, corpus = list(depths.values()), Corpus(records, data[0])
+        groups = dict(corpus.tested_groups)
         groups["all"] = groups["all"] or next(iter(models[0].values())).list_evaluated()  # before anything is scored
-        poorer = resource_groups(training_pairs(records, data[0]))["low"]
-        if set(poorer) != set(groups["low"]):
-            groups[_BARELY_TESTED] = poorer
+        if set(corpus.groups["low"]) != set(groups["low"]):
+            groups[_BARELY_TESTED] = corpus.groups["low"]
         unfinished, finished = find_unfinished(depths), list_finished(depths)
         searches = [describe_search(beam) for beam in beams(one for found in models for one in found.values())]
         search = next(iter(searches), None)
         rows = []
         for name, group in itertools.product(_FIGURES, groups):
-            values = [[average(one, name, groups[group], same) for one in found.values()] for found in models]
-            gains = gains_per_doubling(depths, name, groups[group], same)
+            values = [[average(one, name, groups[group], corpus) for one in found.values()] for found in models]
+            gains = gains_per_doubling(depths, name, groups[group], corpus)
             means = [mean(found.values()) for found in gains.values()]
             cells = [*(spread(of, _FIGURES[name]) for of in values), spread(means, _FIGURES[name], "+")]
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
             num_seeds = sum(map(bool, gains.values())) or len(gains)
-            rows.append([title, f"{group}, {describe_number(groups[group], same)}", *cells, str(num_seeds), verdict])
+            rows.append([title, f"{group}, {corpus.describe_number(groups[group])}", *cells, str(num_seeds), verdict])
             if finished:
-                rest = _interval(name, gains_per_doubling(finished, name, groups[group], same))
+                rest = _interval(name, gains_per_doubling(finished, name, groups[group], corpus))
                 rows[-1].append("" if rest is None else rest.describe(_FIGURES[name]))
         names = [next(iter(found.values())).model for found in models]
         header = [data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"]
@@ -85,27 +80,25 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
     for data, depths in models_by_depth(records).items():
-        low, same = tested_groups(records, data[0])["low"], find_same(records, data[0])
-        unfinished = find_unfinished(depths)
-        extent = describe_pairs(low, records, data[0])
+        corpus, unfinished = Corpus(records, data[0]), find_unfinished(depths)
+        low = corpus.tested_groups["low"]
+        extent = corpus.describe_pairs(low)
         forms = {title: _FIGURES[name] for name, title in _TITLES.items()}
         for compared, without in ((depths, ()), (list_finished(depths), unfinished)):
             if not compared:
                 continue
             found = {
-                title: _interval(name, gains_per_doubling(compared, name, low, same)) for name, title in _TITLES.items()
+                title: _interval(name, gains_per_doubling(compared, name, low, corpus))
+                for name, title in _TITLES.items()
             }
-            gains = "; ".join(
-                f"{title} {interval.mean:+z{forms[title]}}" for title, interval in found.items() if interval is not None
-            )
             rows.append(
                 Claim(
                     "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
                     f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
-                    f"gain with each doubling of the depth, {len(compared)} depths: {gains}",
+                    f"gain with each doubling of the depth, {len(compared)} depths: {format_gains(found, forms)}",
                     verdict=format_verdicts(found.items(), forms),
                     scope=NOT_DRAWN
-                    + (f": {describe_number(low, same, 'language')} with {extent}" if extent else "")
+                    + (f": {corpus.describe_number(low, 'language')} with {extent}" if extent else "")
                     + (f", without {_name_models(without)}, whose training is unfinished" if without else ""),
                 )
             )
@@ -165,14 +158,12 @@ def models_by_depth(records: Sequence[Record]) -> dict[tuple[str, int], dict[int
 
 
 def gains_per_doubling(
-    depths: Mapping[int, Mapping[int, Trained]], name: str, languages: Iterable[str], same: Mapping[str, str]
+    depths: Mapping[int, Mapping[int, Trained]], name: str, languages: Iterable[str], corpus: Corpus
 ) -> dict[int, dict[str, float]]:
     """Return what each doubling of the depth adds to a figure, by the seeds that all depths have, and by language.
 
     It is the slope of a line of least squares over the logarithm of the number of layers. A language that a model has
     no figure of is left out.
-
-    same: which languages count as one, with the mean of theirs.
     """
     languages, places = list(languages), [log2(depth) for depth in depths]
     gains = {}
@@ -180,15 +171,13 @@ def gains_per_doubling(
         figures = [_figures(models[seed], name, languages) for models in depths.values()]
         shared = [language for language in languages if all(language in found for found in figures)]
         slopes = (np.polyfit(places, [found[language] for found in figures], 1)[0] for language in shared)
-        gains[seed] = pool(dict(zip(shared, map(float, slopes), strict=True)), same)
+        gains[seed] = corpus.pool(dict(zip(shared, map(float, slopes), strict=True)))
     return gains
 
 
 def tested_groups(records: Sequence[Record], data: str) -> dict[str, list[str]]:
     """Return the resource groups of a data set's languages, without the languages that are barely tested."""
-    left_out = set(list_barely_tested(records, data))
-    groups = resource_groups(training_pairs(records, data))
-    return {name: [language for language in group if language not in left_out] for name, group in groups.items()}
+    return Corpus(records, data).tested_groups
 
 
 def deep_training(records: Sequence[Record]) -> str:
@@ -318,12 +307,9 @@ def _compare_losses(
     return f"final loss, {recipe}", over_seeds_and_parts(gains)
 
 
-def average(one: Trained, name: str, languages: Iterable[str], same: Mapping[str, str]) -> float | None:
-    """Return the mean of a figure of a training over the languages that have it.
-
-    same: which languages count as one.
-    """
-    return mean(pool(_figures(one, name, languages), same).values())
+def average(one: Trained, name: str, languages: Iterable[str], corpus: Corpus) -> float | None:
+    """Return the mean of a figure of a training over the languages that have it."""
+    return mean(corpus.pool(_figures(one, name, languages)).values())
 
 
 def _figures(one: Trained, name: str, languages: Iterable[str]) -> dict[str, float]:

@@ -7,18 +7,15 @@ from math import log2
 from statistics import fmean
 
 from gpipe.records import Record
-from reproductions.english_lines import find_same, pool
+from reproductions.corpus import MIN_TEST_SENTENCES, Corpus
 from reproductions.figure3_multilingual.gain import Gains, Line, fit_line
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
-    MIN_TEST_SENTENCES,
     Trained,
     beams,
     describe_search,
     is_tuned,
-    list_barely_tested,
     searches,
-    training_pairs,
     trainings,
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
@@ -134,7 +131,7 @@ def pair_tested_models(records: Sequence[Record]) -> dict[str, dict[int, dict[st
     """Return the same pairs of models without the languages whose test sets are too small for a mean."""
     found = {}
     for setting, seeds in pair_models(records).items():
-        left_out = set(list_barely_tested(records, setting.rpartition(", ")[2]))
+        left_out = Corpus(records, setting).barely_tested
         found[setting] = {
             seed: {name: pair for name, pair in languages.items() if name not in left_out}
             for seed, languages in seeds.items()
@@ -161,47 +158,39 @@ def list_languages(seeds: Mapping[int, Pairs]) -> set[str]:
     return {language for languages in seeds.values() for language in languages}
 
 
-def find_means(languages: Pairs, figure: Figure, same: Mapping[str, str]) -> Means | None:
-    """Return the means of a figure over the languages that have it of both models, None without any.
-
-    same: which languages count as one.
-    """
-    found = {
-        language: (figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()
-    }
-    pairs = {language: (one, two) for language, (one, two) in found.items() if one is not None and two is not None}
-    if not pairs:
+def find_means(languages: Pairs, figure: Figure, corpus: Corpus) -> Means | None:
+    """Return the means of a figure over the languages that have it of both models, None without any."""
+    both = _find_both(languages, figure, languages)
+    if not both:
         return None
-    ones, twos = (pool({language: pair[place] for language, pair in pairs.items()}, same) for place in (0, 1))
+    ones, twos = (corpus.pool({language: pair[place] for language, pair in both.items()}) for place in (0, 1))
     better = sum(twos[name] < one if figure.less_is_better else twos[name] > one for name, one in ones.items())
-    return Means(fmean(ones.values()), fmean(twos.values()), better, pairs.keys())
+    return Means(fmean(ones.values()), fmean(twos.values()), better, both.keys())
 
 
-def find_gain(
-    seeds: Mapping[int, Pairs], figure: Figure, languages: Iterable[str], same: Mapping[str, str]
-) -> Interval | None:
-    """Return the interval of the multilingual model's gain over seeds and some languages, None without any.
-
-    same: which languages count as one.
-    """
+def find_gain(seeds: Mapping[int, Pairs], figure: Figure, languages: Iterable[str], corpus: Corpus) -> Interval | None:
+    """Return the interval of the multilingual model's gain over seeds and some languages, None without any."""
     gains = gains_of(seeds, figure, sorted(languages))
-    return over_seeds_and_parts({seed: pool(found, same) for seed, found in gains.items()})
+    return over_seeds_and_parts({seed: corpus.pool(found) for seed, found in gains.items()})
 
 
 def gains_of(seeds: Mapping[int, Pairs], figure: Figure, languages: Sequence[str]) -> dict[int, dict[str, float]]:
     """Return the multilingual model's gain by seed and language, where both models have the figure."""
     sign = -1 if figure.less_is_better else 1
-    gains: dict[int, dict[str, float]] = {}
-    for seed, pairs in seeds.items():
-        both = {
-            language: tuple(figure.of(one, language) for one in pairs[language])
-            for language in languages
-            if language in pairs
-        }
-        gains[seed] = {
-            language: sign * (two - one) for language, (one, two) in both.items() if one is not None and two is not None
-        }
-    return gains
+    return {
+        seed: {language: sign * (two - one) for language, (one, two) in _find_both(pairs, figure, languages).items()}
+        for seed, pairs in seeds.items()
+    }
+
+
+def _find_both(pairs: Pairs, figure: Figure, languages: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Return the figure of the bilingual and of the multilingual model, by language, where both have it."""
+    found = {
+        language: (figure.of(pairs[language][0], language), figure.of(pairs[language][1], language))
+        for language in languages
+        if language in pairs
+    }
+    return {language: (one, two) for language, (one, two) in found.items() if one is not None and two is not None}
 
 
 def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple[Figure, Line | None]]:
@@ -209,15 +198,14 @@ def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple[Figure
 
     Languages that count as one are a point: the mean of their gains, at the geometric mean of their numbers of pairs.
     """
-    seeds, data = pair_models(records)[setting], setting.rpartition(", ")[2]
-    same, pairs = find_same(records, data), training_pairs(records, data)
-    languages = sorted(list_languages(seeds) & pairs.keys())
-    places = pool({language: log2(pairs[language]) for language in languages}, same)
+    seeds, corpus = pair_models(records)[setting], Corpus(records, setting)
+    languages = sorted(list_languages(seeds) & corpus.pairs.keys())
+    places = corpus.pool({language: log2(corpus.pairs[language]) for language in languages})
     return {
         figure.title: (
             figure,
             fit_line(
-                {seed: pool(found, same) for seed, found in gains_of(seeds, figure, languages).items()},
+                {seed: corpus.pool(found) for seed, found in gains_of(seeds, figure, languages).items()},
                 {language: 2**place for language, place in places.items()},
             ),
         )

@@ -5,10 +5,11 @@ from statistics import fmean
 
 from gpipe.records import Record
 from reproductions import paper_scale
-from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.claims import NOT_RUN, Claim, format_gains, format_verdicts
 from reproductions.commands import Cell, commands_table
+from reproductions.corpus import MIN_TEST_SENTENCES, Corpus
 from reproductions.design import Arm, design_table
-from reproductions.english_lines import describe_lines, describe_number, english_lines, find_same
+from reproductions.english_lines import english_lines
 from reproductions.figure3_multilingual import depth
 from reproductions.figure3_multilingual.gain import Line, split_by_pairs
 from reproductions.figure3_multilingual.pairs import (
@@ -34,24 +35,19 @@ from reproductions.figure3_multilingual.text_scale import TEXT_SCALE
 from reproductions.table import Paper, format_value, markdown, newest, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
-    MIN_TEST_SENTENCES,
     PARAMETERS,
     SCORER,
     SCORING,
     Trained,
     compare_beams,
     compare_recipes,
-    count_test_sentences,
-    describe_pairs,
     describe_search,
     is_tuned,
-    list_barely_tested,
     mean,
     planned_models,
     searches,
     shape_of,
     spread,
-    training_pairs,
     trainings,
 )
 
@@ -116,20 +112,15 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         )
     ]
     for setting, groups in group_pairs(records).items():
-        figures, same = list_judged_figures(groups[EVERY].values()), find_same(records, setting.rpartition(", ")[2])
+        figures, corpus = list_judged_figures(groups[EVERY].values()), Corpus(records, setting)
         forms = {figure.title: figure.form for figure in figures}
         for group, seeds in groups.items():
-            found = {figure.title: find_gain(seeds, figure, list_languages(seeds), same) for figure in figures}
+            found = {figure.title: find_gain(seeds, figure, list_languages(seeds), corpus) for figure in figures}
             rows.append(
                 Claim(
                     "one model of 102 languages beats one per language, at laptop scale (section 5)",
                     "better on nearly all languages",
-                    f"gain {_describe_languages(list_languages(seeds), records, setting)}: "
-                    + "; ".join(
-                        f"{title} {interval.mean:+{forms[title]}}"
-                        for title, interval in found.items()
-                        if interval is not None
-                    ),
+                    f"gain {_describe_languages(list_languages(seeds), corpus)}: {format_gains(found, forms)}",
                     verdict=format_verdicts(found.items(), forms),
                     scope=f"{depth.NOT_DRAWN}: {_OVER[group]}",
                 )
@@ -158,15 +149,15 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
     tables = []
     every = [(setting, *group) for setting, groups in group_pairs(records).items() for group in groups.items()]
     for setting, group, seeds in every:
-        rows, same = [], find_same(records, setting.rpartition(", ")[2])
+        rows, corpus = [], Corpus(records, setting)
         for figure in list_figures(seeds.values()):
-            means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure, same))}
+            means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure, corpus))}
             rows += [
-                [figure.title, str(seed), describe_number(found.languages, same), *_cells([found], figure), ""]
+                [figure.title, str(seed), corpus.describe_number(found.languages), *_cells([found], figure), ""]
                 for seed, found in means.items()
             ]
             rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
-            interval = find_gain(seeds, figure, list_languages(seeds), same) if figure.is_judged else None
+            interval = find_gain(seeds, figure, list_languages(seeds), corpus) if figure.is_judged else None
             rows[-1].append("" if interval is None else interval.describe(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
@@ -179,13 +170,12 @@ def figure3_left_out(records: Sequence[Record]) -> str:
     """Say which languages the second group leaves out because their test sets are small."""
     lines = []
     for setting, seeds in pair_models(records).items():
-        data = setting.rpartition(", ")[2]
-        barely, every = set(list_barely_tested(records, data)), list_languages(seeds)
-        left_out, kept = sorted(every & barely), every - barely
+        corpus, every = Corpus(records, setting), list_languages(seeds)
+        left_out, kept = sorted(every & corpus.barely_tested), every - corpus.barely_tested
         said = f"{len(left_out)} of {len(every)} languages have fewer than {MIN_TEST_SENTENCES} test sentences"
         names = f" and are left out of the second table: {', '.join(left_out)}" if left_out else ""
         parts = {f"the {len(left_out)}": left_out, f"the other {len(kept)}": kept}
-        extents = [(part, describe_pairs(names, records, data)) for part, names in parts.items() if names]
+        extents = [(part, corpus.describe_pairs(names)) for part, names in parts.items() if names]
         have = ", ".join(f"{part} have {extent}" for part, extent in extents if extent)
         lines.append(f"{setting}: {said}{names}.{f' {have[0].upper()}{have[1:]}.' if have else ''}\n")
     return "\n".join(lines) or not_run(_COMMANDS)
@@ -251,20 +241,20 @@ def figure3_gain(records: Sequence[Record]) -> str:
     """
     tables = []
     for setting, seeds in pair_models(records).items():
-        data = setting.rpartition(", ")[2]
-        pairs, barely = training_pairs(records, data), set(list_barely_tested(records, data))
-        same = find_same(records, data)
-        if not pairs:
+        corpus = Corpus(records, setting)
+        if not corpus.pairs:
             continue
         rows = []
         for figure in list_judged_figures(seeds.values()):
-            for name, group in split_by_pairs(pairs, sorted(list_languages(seeds) & pairs.keys())).items():
-                interval = find_gain(seeds, figure, group, same)
-                tested = str(len(set(group) - barely))
+            for name, group in split_by_pairs(
+                corpus.pairs, sorted(list_languages(seeds) & corpus.pairs.keys())
+            ).items():
+                interval = find_gain(seeds, figure, group, corpus)
+                tested = len(set(group) - corpus.barely_tested)
                 mean_gain = "" if interval is None else f"{interval.mean:+{figure.form}}"
-                alone = ONE_LANGUAGE if len({same.get(language, language) for language in group}) == 1 else None
+                alone = ONE_LANGUAGE if corpus.count(group) == 1 else None
                 judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form, alone)
-                rows.append([figure.title, name, describe_number(group, same), tested, mean_gain, judged])
+                rows.append([figure.title, name, corpus.describe_number(group), tested, mean_gain, judged])
         header = [setting, "training pairs", "languages", f"with {MIN_TEST_SENTENCES} test sentences or more"]
         tables.append(markdown([*header, "gain", "multilingual is better"], rows))
         lines = [
@@ -285,18 +275,17 @@ def figure3_languages(records: Sequence[Record]) -> str:
     """
     tables = []
     for setting, seeds in pair_models(records).items():
-        data, rows = setting.rpartition(", ")[2], []
-        pairs, sentences = training_pairs(records, data), count_test_sentences(records, data)
+        corpus, rows = Corpus(records, setting), []
         figures = [LOSS, *(Figure(name, title, ".1f") for name, title in SCORES.items())]
         languages = {language for found in seeds.values() for language in found}
-        for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
+        for language in sorted(languages, key=lambda language: (corpus.pairs.get(language, 0), language)):
             both = [found[language] for found in seeds.values() if language in found]
             cells = [
                 format_value(mean(figure.of(pair[place], language) for pair in both), figure.form)
                 for figure in figures
                 for place in (0, 1)
             ]
-            counts = [format_value(of.get(language), ",") for of in (pairs, sentences)]
+            counts = [format_value(of.get(language), ",") for of in (corpus.pairs, corpus.num_sentences)]
             rows.append([language, *counts, str(len(both)), *cells])
         header = [setting, "training pairs", "test sentences", "seeds"]
         header += [f"{name}: {one}" for name in ("loss", "chrF", "BLEU") for one in ("bilingual", "multilingual")]
@@ -334,22 +323,23 @@ def figure3_design(records: Sequence[Record]) -> str:
             one for one in multilingual_trainings(records) if one.setting == setting and one.run.seed in groups[EVERY]
         ]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
-        counts = [_count_items(records, setting, list_languages(seeds)) for seeds in groups.values()]
+        counts = [_count_items(Corpus(records, setting), list_languages(seeds)) for seeds in groups.values()]
         items = "; ".join(dict.fromkeys(counts))
         arms.append(_make_arm(question, "one model per language", BILINGUAL, alone, searched_alone, items))
         searched = searches(records, DEEP_OR_WIDE) if searched_alone else []
         arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, searched, items))
     question = "are deep models better than wide ones for languages with few examples?"
     for data, depths in depth.models_by_depth(records).items():
+        corpus = Corpus(records, data[0])
         for found in (list(models.values()) for models in depths.values()):
-            items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])
+            items = _count_items(corpus, corpus.tested_groups["low"])
             searched = searches(records, DEEP_OR_WIDE)
             arms.append(_make_arm(question, found[0].model, DEEP_OR_WIDE, found, searched, items))
     question = "do scaled initialisation and clipped logits let deep models train?"
     for ways in depth.deep_trainings(records).values():
         for (scaled, limit), runs in ways.items():
             name = f"{'scaled' if scaled else 'usual'} initialisation, logits {'not ' if limit is None else ''}clipped"
-            lines = describe_lines(records, runs[0].config["data"]["name"], "valid")
+            lines = Corpus(records, runs[0].config["data"]["name"]).describe_lines("valid")
             items = f"loss of the validation set{lines and f': {lines}'}"
             arms.append(Arm(question, name, depth.DEEP_TRAINING, runs, test_items=items))
     counted = [one.run for one in _paper_scale_trainings(records)]
@@ -366,17 +356,15 @@ def _make_arm(
     return Arm(question, name, experiment, [one.run for one in found], search, scores, items)
 
 
-def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
+def _count_items(corpus: Corpus, languages: Iterable[str]) -> str:
     """Describe the test items: the numbers of languages, of sentences and of English lines."""
-    data = setting.rpartition(", ")[2]
-    counts = count_test_sentences(records, data)
-    found = sorted(language for language in languages if language in counts)
+    found = sorted(language for language in languages if language in corpus.num_sentences)
     if not found:
         return "loss of the validation set"
-    test, valid = (describe_lines(records, data, split, found) for split in ("test", "valid"))
-    number = describe_number(found, find_same(records, data), "language")
+    test, valid = (corpus.describe_lines(split, found) for split in ("test", "valid"))
+    number = corpus.describe_number(found, "language")
     if not test:
-        return f"{sum(counts[language] for language in found):,} sentences of {number}"
+        return f"{sum(corpus.num_sentences[language] for language in found):,} sentences of {number}"
     return f"{number}: {test}; for the loss {valid}"
 
 
@@ -399,14 +387,10 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
 
 
-def _describe_languages(languages: Collection[str], records: Sequence[Record], setting: str) -> str:
+def _describe_languages(languages: Collection[str], corpus: Corpus) -> str:
     """Write how many languages there are, and how many training pairs the poorest and the richest have."""
-    data = setting.rpartition(", ")[2]
-    extent, number = (
-        describe_pairs(languages, records, data),
-        describe_number(languages, find_same(records, data), "language"),
-    )
-    return f"on {number}{extent and f' with {extent}'}"
+    extent = corpus.describe_pairs(languages)
+    return f"on {corpus.describe_number(languages, 'language')}{extent and f' with {extent}'}"
 
 
 def _list_each(models: Iterable[Trained]) -> list[Trained]:

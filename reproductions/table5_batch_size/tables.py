@@ -7,8 +7,8 @@ from gpipe.records import Record
 from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
+from reproductions.corpus import Corpus
 from reproductions.design import Arm, design_table
-from reproductions.english_lines import describe_lines, find_same, pool
 from reproductions.paper_scale import Differences
 from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.translation_runs import (
@@ -16,7 +16,6 @@ from reproductions.translation_runs import (
     SCORING,
     Trained,
     beams,
-    count_test_sentences,
     describe_search,
     mean,
     searches,
@@ -184,7 +183,7 @@ def average(records: Sequence[Record], one: Trained, name: str) -> float | None:
     """Return the mean of a score over the languages, with the narrowest beam."""
     scores = {language: one.score(name, language) for language in one.pairs()}
     known = {language: score for language, score in scores.items() if score is not None}
-    return mean(pool(known, find_same(records, one.run.config["data"]["name"])).values())
+    return mean(Corpus(records, one.setting).pool(known).values())
 
 
 def _by_size(found: Iterable[Trained]) -> dict[int, dict[int, Trained]]:
@@ -246,9 +245,9 @@ def _size(one: Trained) -> int:
 
 def _count_items(records: Sequence[Record], found: Sequence[Trained]) -> str:
     """Say what the NLL is measured on, and how many test sentences the scores are of."""
-    data = found[0].run.config["data"]["name"]
-    counts = count_test_sentences(records, data)
-    valid, test = (describe_lines(records, data, split) for split in ("valid", "test"))
+    corpus = Corpus(records, found[0].setting)
+    counts = corpus.num_sentences
+    valid, test = (corpus.describe_lines(split) for split in ("valid", "test"))
     scored = test or f"{sum(counts.values()):,} sentences"
     return f"NLL: {valid or 'the validation set'}" + (f"; scores: {scored}, {len(counts)} languages" if counts else "")
 

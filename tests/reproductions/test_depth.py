@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.records import Record, make_record
+from reproductions.corpus import Corpus
 from reproductions.figure3_multilingual.depth import (
     DEEP_OR_WIDE,
     DEEP_TRAINING,
@@ -96,7 +97,7 @@ def test_a_doubling_adds_the_slope_of_the_line_through_all_depths(layers: list[i
     (depths,) = models_by_depth(
         [*runs, trained(DEEP_OR_WIDE, 9, {"sw": 1.0}, shape=(layers[0], 512 // layers[0], 4))]
     ).values()
-    gains = gains_per_doubling(depths, "loss", ["sw", "de", "fi"], {})
+    gains = gains_per_doubling(depths, "loss", ["sw", "de", "fi"], Corpus([], "corpus"))
     assert list(depths) == sorted(layers) and list(gains) == list(range(len(slopes)))
     for seed, slope in enumerate(slopes):
         assert gains[seed] == pytest.approx({"sw": slope, "de": 0.0}, abs=1e-9)

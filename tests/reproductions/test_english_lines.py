@@ -10,7 +10,8 @@ import numpy as np
 
 from gpipe.data import SPLITS, open_tokenizer, split_of
 from gpipe.records import Record, make_record, read_records
-from reproductions.english_lines import ENGLISH_LINES, describe_lines, describe_number, english_lines, find_same, pool
+from reproductions.corpus import Corpus
+from reproductions.english_lines import ENGLISH_LINES, english_lines
 from reproductions.figure3_multilingual.depth import deep_or_wide
 from reproductions.figure3_multilingual.pairs import BILINGUAL, MULTILINGUAL, fit_gains
 from reproductions.figure3_multilingual.tables import claims, figure3_gain, figure3_low_resource
@@ -47,7 +48,8 @@ def test_the_committed_records_are_what_the_corpus_has() -> None:
     lines = {language: [{line for _, line in pairs[split][language]} for split in SPLITS] for language in pairs["test"]}
     alike = {language: [other for other in lines if lines[other] == lines[language]] for language in lines}
     same = {language: min(others) for language, others in alike.items() if len(others) > 1}
-    assert len(same) > 1 and find_same([record], DATA) == same
+    corpus = Corpus([record], DATA)
+    assert len(same) > 1 and corpus.same == same
     for group in record.results["same"]:
         assert list(group["num_lines"].values()) == [len(some) for some in lines[group["languages"][0]]]
 
@@ -62,7 +64,7 @@ def test_the_committed_records_are_what_the_corpus_has() -> None:
             num_read += len(read)
         assert sorted(numbers.values(), key=min) == [{number} for number in range(len(numbers))], "a number per line"
         said = f"{num_read:,} translations of {len(numbers)} English lines"
-        assert describe_lines([record], DATA, split) == said
+        assert corpus.describe_lines(split) == said
 
 
 def test_every_scored_language_has_as_many_lines_on_record_as_sentences_were_scored() -> None:
@@ -79,12 +81,12 @@ def test_languages_that_repeat_one_column_give_the_interval_of_one() -> None:
     table = np.random.RandomState(0).randn(3, 4)
     one = {seed: dict(zip("abcd", row, strict=True)) for seed, row in enumerate(table)}
     repeated = {seed: {**gains, **{f"a{number}": gains["a"] for number in range(9)}} for seed, gains in one.items()}
-    same = dict.fromkeys(("a", *(f"a{number}" for number in range(9))), "a")
+    corpus = Corpus([shared(("a", *(f"a{number}" for number in range(9))))], "corpus")
     expected = over_seeds_and_parts(one)
-    assert over_seeds_and_parts({seed: pool(gains, same) for seed, gains in repeated.items()}) == expected
+    assert over_seeds_and_parts({seed: corpus.pool(gains) for seed, gains in repeated.items()}) == expected
     assert over_seeds_and_parts(repeated) != expected
-    assert pool({"a": 1.0, "a0": 4.0, "b": 7.0}, same) == {"a": 2.5, "b": 7.0}
-    assert pool({"a1": 3.0, "a0": 4.0}, same) == {"a": 3.5}, "the first may be left out"
+    assert corpus.pool({"a": 1.0, "a0": 4.0, "b": 7.0}) == {"a": 2.5, "b": 7.0}
+    assert corpus.pool({"a1": 3.0, "a0": 4.0}) == {"a": 3.5}, "the first may be left out"
 
 
 def shared(*groups: tuple[str, ...]) -> Record:
@@ -154,14 +156,13 @@ def test_the_page_names_the_languages_and_without_a_record_each_counts() -> None
     assert english_lines([record]) == (
         "cy, sw: these 2 languages have the same English lines, 47 (train), 7 (valid), 6 (test). They count as one.\n"
     )
-    assert find_same([record], "corpus") == {"cy": "cy", "sw": "cy"} and find_same([record], "another") == {}
-    assert describe_lines([record], "corpus", "test", ["sw", "cy", "de"]) == "15 translations of 7 English lines"
-    assert describe_lines([], "corpus", "test") == "" and english_lines([]) == (
-        "Not run: python -m experiments.english_lines.\n"
-    )
-    same = find_same([record], "corpus")
-    assert [describe_number(names, same) for names in (["de"], ["cy", "de"], ["cy", "sw", "de"])] == [
+    corpus = Corpus([record], "a model, corpus")
+    assert corpus.count(["cy", "sw", "de"]) == 2 and Corpus([record], "another").count(["cy", "sw", "de"]) == 3
+    assert corpus.describe_lines("test", ["sw", "cy", "de"]) == "15 translations of 7 English lines"
+    assert Corpus([], "corpus").describe_lines("test") == ""
+    assert english_lines([]) == "Not run: python -m experiments.english_lines.\n"
+    assert [corpus.describe_number(names) for names in (["de"], ["cy", "de"], ["cy", "sw", "de"])] == [
         "1", "2", "3 (counted as 2)",
     ]  # fmt: skip
-    assert describe_number(["sw"], same, "language") == "1 language"
-    assert fmean(pool({"sw": 1.0, "cy": 3.0, "de": 4.0}, same).values()) == 3.0
+    assert corpus.describe_number(["sw"], "language") == "1 language"
+    assert fmean(corpus.pool({"sw": 1.0, "cy": 3.0, "de": 4.0}).values()) == 3.0

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from gpipe.records import Record, read_records
+from reproductions.corpus import Corpus
 from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
 from reproductions.figure3_multilingual.pairs import MULTILINGUAL, multilingual_trainings, pair_models
 from reproductions.table5_batch_size.tables import LAPTOP, small_runs
-from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, count_test_sentences, searches, trainings
+from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, searches, trainings
 from tests.reproductions.translation_records import scored, trained
 
 REPRODUCTIONS = Path(__file__).parents[2] / "reproductions"
@@ -109,4 +110,4 @@ def test_scores_of_a_validation_set_are_no_results() -> None:
     valid = replace(valid, results={**valid.results, "split": "valid"})
     (one,) = trainings([run, test, valid], LAPTOP)
     assert one.score("chrf", "sw") == 9
-    assert count_test_sentences([run, test, valid], "corpus") == {"sw": 60}
+    assert Corpus([run, test, valid], "corpus").num_sentences == {"sw": 60}
