@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from experiments.program import StudyProgram, track
-from experiments.table1_capacity import small_columns
-from experiments.table1_capacity.columns import COLUMNS, Column
+from experiments.table1_capacity.columns import COLUMNS, SMALL_COLUMNS, Column
 from experiments.table1_capacity.plans import CUTS, find_largest, plan
 from experiments.table1_capacity.variants import VARIANTS, vary
 from gpipe.records import Record, make_record
@@ -47,7 +46,7 @@ def main() -> None:
         program.require_folder("--small only tries the program")
     if options.measure_only and (options.plan_only or not has_gpu):
         program.parser.error("--measure-only needs a GPU, and no --plan-only.")
-    columns = small_columns.COLUMNS if options.small else COLUMNS
+    columns = SMALL_COLUMNS if options.small else COLUMNS
     records = [] if options.measure_only else [plan_columns(columns, searches=not options.plan_only)]
     if has_gpu and not options.plan_only:
         from experiments.table1_capacity.on_gpu import measure_columns

@@ -15,19 +15,26 @@ from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.step import Setting
 
 STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes per parameter with its weight and gradient, as the paper counts
-IMAGE_SIZE, IMAGES = 224, 128
-TOKENS, SEQUENCES = 1024, 32
+# Of the paper, and of columns that are small enough to test the program.
+IMAGE_SIZE, SMALL_IMAGE_SIZE = 224, 64
+TOKENS, SMALL_TOKENS = 1024, 64
+BATCH_SIZES, SMALL_BATCH_SIZE = {"amoebanet": 128, "transformer": 32}, 4
+SMALL_TRANSFORMER = {"vocabulary_size": 50, "model_size": 64, "feedforward_size": 256, "num_heads": 2}
 NUM_MICROBATCHES = 32  # Deviation: the paper does not say into how many micro-batches it cut these mini-batches.
 
 
 @dataclass(frozen=True)
 class Column:
-    """A model of Table 1; `num_filters` is None for a Transformer. Naive is M = 1 without recomputation."""
+    """A model of Table 1; `num_filters` is None for a Transformer. Naive is M = 1 without recomputation.
+
+    is_small: with few and small examples, to test the program.
+    """
 
     name: str
     num_layers: int
     num_filters: int | None
     num_stages: int
+    is_small: bool = False
 
     @property
     def family(self) -> str:
@@ -42,7 +49,7 @@ class Column:
     @property
     def batch_size(self) -> int:
         """N, which the paper gives."""
-        return SEQUENCES if self.num_filters is None else IMAGES
+        return SMALL_BATCH_SIZE if self.is_small else BATCH_SIZES[self.family]
 
     @property
     def setting(self) -> Setting:
@@ -55,20 +62,26 @@ class Column:
         """Describe the model on the meta device; `as_public_code`: with an auxiliary head and 1001 classes."""
         with torch.device("meta"):
             if self.num_filters is None:
-                return transformer_lm(self.num_layers)
-            classes = 1001 if as_public_code else 1000
+                return transformer_lm(self.num_layers, **(SMALL_TRANSFORMER if self.is_small else {}))
+            num_classes = 10 if self.is_small else 1001 if as_public_code else 1000
+            size, num_filters = self.image_size, self.num_filters
             layers = amoebanet_d(
-                self.num_layers, self.num_filters, classes, image_size=IMAGE_SIZE, auxiliary_head=as_public_code
+                self.num_layers, num_filters, num_classes, image_size=size, auxiliary_head=as_public_code
             )
-        convert_batch_norm(layers)
-        return layers
+        return convert_batch_norm(layers)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels per side."""
+        return SMALL_IMAGE_SIZE if self.is_small else IMAGE_SIZE
 
     def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
         """Return a mini-batch of zeros; on the meta device it is only described."""
         if self.num_filters is None:
-            tokens = torch.zeros(size, TOKENS, dtype=torch.int64, device=device)
+            length = SMALL_TOKENS if self.is_small else TOKENS
+            tokens = torch.zeros(size, length, dtype=torch.int64, device=device)
             return tokens, tokens
-        images = torch.zeros(size, 3, IMAGE_SIZE, IMAGE_SIZE, device=device)
+        images = torch.zeros(size, 3, self.image_size, self.image_size, device=device)
         return images, torch.zeros(size, dtype=torch.int64, device=device)
 
 
@@ -89,6 +102,7 @@ COLUMNS = (
     Column("Pipeline-32", 415, None, 32),
     Column("Pipeline-128", 1663, None, 128),
 )
+SMALL_COLUMNS = Column("Pipeline-2", 3, 32, 2, is_small=True), Column("Pipeline-8", 6, None, 4, is_small=True)
 
 
 def describe(column: Column) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import pytest
 
 from experiments.planned_memory.stage_accounting import ProcessorAllocator
 from experiments.table1_capacity import plans
-from experiments.table1_capacity.columns import COLUMNS, Column
+from experiments.table1_capacity.columns import COLUMNS, SMALL_COLUMNS, Column
 from experiments.table1_capacity.on_gpu import measure
 from experiments.table1_capacity.plans import CUTS, count_parameters, find_largest, plan
-from experiments.table1_capacity.small_columns import IMAGES, TEXT, Small
 from experiments.table1_capacity.variants import Variant, vary
 from gpipe.records import Record, make_record
 from reproductions.table1_model_size.tables import TABLES
+
+IMAGES, TEXT = SMALL_COLUMNS
 
 
 def test_the_columns_have_the_papers_models() -> None:
@@ -55,7 +56,7 @@ def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch
 
 
 def test_attention_op_by_op_needs_more_memory_and_smaller_micro_batches_less() -> None:
-    column = Small("Pipeline-1", 2, None, 1)
+    column = Column("Pipeline-1", 2, None, 1, is_small=True)
     variants = [Variant(column, 2), Variant(column, 2, is_fused=False), Variant(column, 4, is_fused=False)]
     fused, op_by_op, smaller = (vary(variant, CUTS)["activation_bytes"]["memory"] for variant in variants)
     assert fused < op_by_op > smaller
