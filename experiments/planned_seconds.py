@@ -10,7 +10,6 @@ update. Eight minutes on two idle cores.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
+from experiments.peers.engines import Place
+from experiments.peers.processes import run
 from experiments.program import StudyProgram, track
-from experiments.zero_bubble import AMOEBANET, TRANSFORMER, build_model, compute_model_loss, start
+from experiments.zero_bubble import AMOEBANET, TRANSFORMER, build_model, compute_model_loss
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.cut import Cutter
@@ -34,7 +34,7 @@ from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from reproductions.bubble.plans import PLANNED_SECONDS
 
-NUM_MICROBATCHES, TIMED_RUNS, NUM_STEPS, PORT = 4, 5, 3, 29820
+NUM_MICROBATCHES, TIMED_RUNS, NUM_STEPS = 4, 5, 3
 
 
 class Case(NamedTuple):
@@ -44,6 +44,11 @@ class Case(NamedTuple):
     num_stages: int
     schedule: str
     mode: str
+
+    @property
+    def device(self) -> str:
+        """Where it is trained."""
+        return "cpu"
 
 
 CASES = [
@@ -59,11 +64,8 @@ CASES = [
 ]
 
 
-def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, results: Any) -> None:
-    """Time the layers, plan, and train, in one of K processes."""
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
+def measure(case: Case, place: Place, rounds: int) -> dict[str, Any]:
+    """Time the layers, plan, and train, in one of K processes, each on its own core."""
     layers, batch = build_model(case.model)
     size = len(batch[0]) // NUM_MICROBATCHES
     example = batch[0][:size], batch[1][:size]
@@ -72,13 +74,10 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
     (task_seconds,) = _average([measure_task_seconds()])
     speed = replace(Speed.of(find_accelerator("cpu"), "float32"), task_seconds=task_seconds)
     setting = Setting(
-        case.num_stages, NUM_MICROBATCHES, Rematerialize(case.mode), case.schedule, is_sequential=num_processes == 1
+        case.num_stages, NUM_MICROBATCHES, Rematerialize(case.mode), case.schedule, is_sequential=case.num_stages == 1
     )
     profiles = profile_layers(layers, compute_model_loss, example)
     partitions = Cutter("seconds", "step", speed, lambda _: first)(profiles, setting)
-    mesh = None
-    if num_processes > 1:
-        mesh = init_device_mesh("cpu", (1, num_processes), mesh_dim_names=("replica", "stage"))
     pipeline = gpipe.Pipeline(
         layers,
         compute_model_loss,
@@ -86,7 +85,7 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
         NUM_MICROBATCHES,
         rematerialize=case.mode,
         schedule=case.schedule,
-        mesh=mesh,
+        mesh=place.mesh,
     )
     planned, measured = [], []
     # A machine's speed drifts within a minute by more than a plan is off: timings and steps take turns.
@@ -104,17 +103,10 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
             for parameter in pipeline.parameters():
                 parameter.grad = None
         measured.append(median(found[1:]))
-    if rank == 0:
-        row = {
-            "partitions": partitions,
-            "task_seconds": task_seconds,
-            "planned": median(planned),
-            "measured": median(measured),
-        }
-        results.put({**case._asdict(), **row})
     dist.barrier()
     pipeline.close()
-    dist.destroy_process_group()
+    row = {"partitions": partitions, "task_seconds": task_seconds}
+    return {**case._asdict(), **row, "planned": median(planned), "measured": median(measured)}
 
 
 def _time_layers(layers: nn.Sequential, example: tuple[Any, Any]) -> list[LayerTiming]:
@@ -140,11 +132,7 @@ if __name__ == "__main__":
         what_rounds_are="turns per case, of a timing and three steps",
     )
     options = program.parse()
-    numbered = list(enumerate(CASES))
-    cases = [
-        start(measure, case.num_stages, case, options.rounds, PORT + number)
-        for number, case in track(numbered, "cases")
-    ]
+    cases = [run(measure, case, case.num_stages, options.rounds) for case in track(CASES, "cases")]
     settings = {
         "num_microbatches": NUM_MICROBATCHES,
         "timed_runs": TIMED_RUNS,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,6 +25,7 @@ import gpipe
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import Sleeper
 from experiments.program import StudyProgram, track
+from experiments.zero_bubble import start
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.timeline import Timeline
 from reproductions.bubble.overheads import REPLICA_WAIT
@@ -70,7 +70,7 @@ def compute_wait(step: Timeline) -> float:
     return sum(after.start - before.end for before, after in pairwise(events) if after.task.kind.makes_gradients)
 
 
-def measure_process(number: int, case: str, port: int, results: Any) -> None:
+def measure_process(number: int, _: int, case: str, port: int, results: Any) -> None:
     """Run the steps of one turn in one of four processes; the first one tells what it waited, step by step."""
     torch.set_num_threads(1)
     num_replicas = 1 if case == ALONE else 2
@@ -101,14 +101,11 @@ def measure_process(number: int, case: str, port: int, results: Any) -> None:
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Return the waits of each case, the median of each turn."""
-    context = torch.multiprocessing.get_context("spawn")
     found: dict[str, list[float]] = {case: [] for case in (ALONE, REPLICAS, IN_BACKWARD)}
     for turn in track(range(rounds), "turns of the three cases"):
         for place, (case, waits) in enumerate(found.items()):
-            results = context.SimpleQueue()
-            arguments = case, _PORT + 6 * turn + 2 * place, results
-            torch.multiprocessing.start_processes(measure_process, arguments, 2 * NUM_STAGES, start_method="spawn")
-            waits.append(statistics.median(results.get()))
+            seconds = start(measure_process, 2 * NUM_STAGES, case, _PORT + 6 * turn + 2 * place)
+            waits.append(statistics.median(seconds))
     return found
 
 

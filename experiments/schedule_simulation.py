@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,6 +28,7 @@ from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate, let_small_products_wait
 from experiments.program import StudyProgram
+from experiments.zero_bubble import start
 from gpipe.pipeline.schedule import Rematerialize, Task
 from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
@@ -127,9 +127,7 @@ def _step(
 def measure_all(rounds: int, task_seconds: float) -> list[dict[str, Any]]:
     """Return one row per schedule and mode."""
     num_devices = SHAPES[0][1]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.start_processes(measure, (num_devices, rounds, 29690, results), num_devices)
-    found = results.get()
+    found = start(measure, num_devices, rounds, 29690)
     rows = []
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:

@@ -86,9 +86,9 @@ def open_up_to_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     return {"seconds": seconds, "seconds_of_work": seconds_of_work, "num_batches": len(loader)}
 
 
-def open_in_this_process(options: argparse.Namespace) -> None:
-    """Finish the imports, wait for `watch`, and open the corpus."""
-    if options.what != BUILD:
+def work(root: str, batch_size: int, what: str) -> None:
+    """Be a process of the study: finish the imports, wait for `watch`, and open the corpus."""
+    if what != BUILD:
         import torch
 
         import gpipe.data.text.translation_loader  # noqa: F401
@@ -96,11 +96,7 @@ def open_in_this_process(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     print("ready", flush=True)
     input()
-    found = (
-        build(options.open)
-        if options.what == BUILD
-        else open_up_to_batch(options.open, options.batch_size, options.what)
-    )
+    found = build(Path(root)) if what == BUILD else open_up_to_batch(Path(root), batch_size, what)
     print(json.dumps(found), flush=True)
 
 
@@ -113,17 +109,8 @@ def read_memory(pid: int) -> tuple[int, int]:
 
 def watch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     """Let a fresh process open the corpus; return its results with the peaks of its memory."""
-    arguments = [
-        sys.executable,
-        "-m",
-        "experiments.text_scale",
-        "--open",
-        str(root),
-        "--what",
-        what,
-        "--batch-size",
-        str(batch_size),
-    ]
+    code = f"from experiments.text_scale import work; work({str(root)!r}, {batch_size}, {what!r})"
+    arguments = [sys.executable, "-c", code]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline() != "ready\n":
@@ -174,24 +161,14 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Read the command line, measure, and record."""
+if __name__ == "__main__":
     program = StudyProgram(__doc__, {CLAIM: TEXT_SCALE.tables}, rounds=9)
     parser = program.parser
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000], help="pairs")
     parser.add_argument("--batch-size", type=int, default=262_144, help="tokens")
-    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--what", help=argparse.SUPPRESS)
     options = program.parse()
-    if options.open is not None:
-        open_in_this_process(options)
-        return
     with tempfile.TemporaryDirectory() as name:
         rows = measure(Path(name), options)
     config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
     config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
     program.publish_record(TEXT_SCALE.make_record(config, {"rows": rows}))
-
-
-if __name__ == "__main__":
-    main()

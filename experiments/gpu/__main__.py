@@ -20,10 +20,23 @@ from pathlib import Path
 import torch
 
 from experiments.gpu.progress import Progress
-from experiments.gpu.publication import publish
-from experiments.gpu.steps import TORCHGPIPE, list_steps
-from reproductions import ROOT
+from experiments.gpu.steps import TORCHGPIPE, Step, list_steps
+from gpipe.programs.jobs import read_jobs
+from gpipe.records import read_records
+from reproductions import ROOT, RUNS_FILE
+from reproductions.additions import add_jobs, add_records
 from reproductions.pages import write_pages
+
+
+def publish(step: Step, folder: Path, root: Path) -> None:
+    """Add the records in the folder of a step that is done to its claim in a repository; render the pages later."""
+    assert step.claim is not None
+    if step.sweep is not None:
+        words = [word for word in step.words if not word.startswith("hydra.sweep.dir=")]
+        add_jobs(step.claim, step.sweep, " ".join(["python", *words]), read_jobs(folder / "jobs"), root)
+    else:
+        add_records(step.claim, read_records(folder / RUNS_FILE), root)
+
 
 if __name__ == "__main__":
     assert __doc__ is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ import gpipe
 from experiments.peers.stages import make_stage_layers
 from experiments.peers.workloads import Workload
 from gpipe.pipeline.partition import partition_ranges
+from gpipe.planning.timing import LayerTimer
 
 
 def compare_partitions(
@@ -22,7 +21,7 @@ def compare_partitions(
     """Return one row per number of stages and choice, from the seconds of a micro-batch of `examples`."""
     layers = nn.Sequential(*make_stage_layers(workload, range(len(workload.layers())), device).values())
     inputs = workload.batch(device)[0][:examples]
-    seconds = measure_layer_seconds(layers, inputs)
+    seconds = [sum(timing.seconds[:3]) for timing in LayerTimer(device, 15).time(layers, None, (inputs, None))]
     rows = []
     for num_stages in nums_stages:
         optimum = _find_slowest_seconds(gpipe.partition_layers(seconds, num_stages), seconds)
@@ -31,25 +30,6 @@ def compare_partitions(
             slowest = None if partitions is None else _find_slowest_seconds(partitions, seconds) / optimum
             rows.append(row | {"slowest_over_optimum": slowest})
     return rows
-
-
-def measure_layer_seconds(layers: nn.Sequential, inputs: Tensor, repeats: int = 15) -> list[float]:
-    """Measure the median seconds of each layer, forward twice (once to recompute) and backward."""
-    samples: list[list[float]] = [[] for _ in layers]
-    for _ in range(repeats + 1):
-        value: Any = inputs
-        for layer, found in zip(layers, samples, strict=True):
-            value = _detach(value)
-            start = _read_clock(inputs.device)
-            layer(value)
-            output = layer(value)
-            tensors = [output] if isinstance(output, Tensor) else output
-            wanted = [tensor for tensor in tensors if tensor.requires_grad]
-            torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-            found.append(_read_clock(inputs.device) - start)
-            value = output
-    layers.zero_grad(set_to_none=True)
-    return [statistics.median(found[1:]) for found in samples]  # the first one warms up
 
 
 def _choose_partitions(
@@ -73,15 +53,3 @@ def _choose_partitions(
 
 def _find_slowest_seconds(partitions: Sequence[int], seconds: Sequence[float]) -> float:
     return max(sum(seconds[i] for i in part) for part in partition_ranges(partitions))
-
-
-def _detach(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return tuple(_detach(part) for part in value)
-
-
-def _read_clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -45,24 +45,26 @@ class SmallModel:
         return profile_layers(self.layers, self.loss, example, autocast=self.autocast, measured=measured)
 
 
+def make_images(size: int) -> tuple[Tensor, Tensor]:
+    """Return images of 64 px, and labels of ten classes."""
+    return torch.randn(size, 3, 64, 64), torch.arange(size) % 10
+
+
+def make_tokens(vocabulary_size: int, length: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return sequences of tokens, and their targets."""
+    return torch.randint(vocabulary_size, (size, length)), torch.randint(vocabulary_size, (size, length))
+
+
 def make_image_model() -> SmallModel:
     """Return an AmoebaNet-D for photographs."""
     layers = convert_batch_norm(amoebanet_d(3, 64, 10, image_size=64, auxiliary_head=False))
-
-    def make_batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, 3, 64, 64), torch.arange(size) % 10
-
-    return SmallModel("AmoebaNet-D (3,64), 64 px", layers, F.cross_entropy, make_batch)
+    return SmallModel("AmoebaNet-D (3,64), 64 px", layers, F.cross_entropy, make_images)
 
 
 def make_text_model() -> SmallModel:
     """Return a Transformer for tokens, with dropout."""
     layers = transformer_lm(4, vocabulary_size=1000, model_size=128, feedforward_size=512, num_heads=4, dropout=0.1)
-
-    def make_batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(1000, (size, 64)), torch.randint(1000, (size, 64))
-
-    return SmallModel("Transformer of 4 layers, 64 tokens", layers, token_loss, make_batch)
+    return SmallModel("Transformer of 4 layers, 64 tokens", layers, token_loss, partial(make_tokens, 1000, 64))
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import gpipe._compat.torchvision
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from experiments.planned_memory.small_models import SmallModel, token_loss
+from experiments.planned_memory.small_models import SmallModel, make_images, make_tokens, token_loss
 from gpipe.pipeline.batch_norm import convert_batch_norm
 
 _NUM_CLASSES, _VOCABULARY, _LENGTH, _WIDTH = 10, 200, 48, 96
@@ -204,18 +205,9 @@ def _trace(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _of_images(title: str, layers: Sequence[nn.Module]) -> SmallModel:
-    def make_batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, 3, 64, 64), torch.arange(size) % _NUM_CLASSES
-
-    return SmallModel(title, _sequence(layers), F.cross_entropy, make_batch)
+    return SmallModel(title, convert_batch_norm(nn.Sequential(*layers)), F.cross_entropy, make_images)
 
 
 def _of_text(title: str, layers: Sequence[nn.Module]) -> SmallModel:
-    def make_batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(_VOCABULARY, (size, _LENGTH)), torch.randint(_VOCABULARY, (size, _LENGTH))
-
-    return SmallModel(title, _sequence(layers), token_loss, make_batch)
-
-
-def _sequence(layers: Sequence[nn.Module]) -> nn.Sequential:
-    return convert_batch_norm(nn.Sequential(*layers))
+    make_batch = partial(make_tokens, _VOCABULARY, _LENGTH)
+    return SmallModel(title, convert_batch_norm(nn.Sequential(*layers)), token_loss, make_batch)
