@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments.program import StudyProgram, track
+from experiments.program import StudyProgram
+from experiments.turns import take_turns
 from gpipe import Pipeline
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import Position
@@ -117,15 +119,14 @@ def measure(
         DCP_SYNCHRONOUS: training.save_synchronously,
         DCP_ASYNCHRONOUS: training.save_asynchronously,
     }
-    seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
     num_bytes = sum(training.pipeline.job.gather(sum(tensor.nbytes for tensor in training.state().values())))
-    turns = range(rounds + 1)
-    for turn in track(turns, "rounds") if rank == 0 else turns:
-        for name, save in ways.items():
-            training.pipeline.job.gather(training.pipeline.job.wait_for_devices())
-            slowest = [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
-            if turn > 0:  # the first turn allocates memory for the copies
-                seconds[name].append(slowest)
+
+    def time_slowest(save: Callable[[], tuple[float, float]]) -> list[float]:
+        training.pipeline.job.gather(training.pipeline.job.wait_for_devices())
+        return [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
+
+    turns = {name: partial(time_slowest, save) for name, save in ways.items()}
+    seconds = take_turns(turns, rounds, "rounds" if rank == 0 else None)  # the first allocates memory for the copies
     rows = []
     for name, found in seconds.items():
         still, total = (statistics.median(column) for column in zip(*found, strict=True))

@@ -8,6 +8,7 @@ the same layers take turns, three steps each. Needs two GPUs and two minutes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 import gpipe
-from experiments.program import StudyProgram, track
+from experiments.program import StudyProgram
+from experiments.turns import take_turns
 from gpipe.models import amoebanet_d
 from reproductions.bubble.overheads import DEVICE_THREADS
 
@@ -54,17 +56,15 @@ def make_pipeline(way: str, setting: Setting, num_gpus: int) -> gpipe.Pipeline:
 
 def measure(setting: Setting, num_gpus: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds per step of each way, round by round."""
-    pipelines = {way: make_pipeline(way, setting, num_gpus) for way in WAYS}
     batch_size, size = IMAGES_PER_MICROBATCH * setting.num_microbatches, setting.image_size
     images = torch.randn(batch_size, 3, size, size).contiguous(memory_format=torch.channels_last)
     batch = images, torch.randint(NUM_CLASSES, (batch_size,))
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in track(range(rounds + 1), "rounds"):
-        for way, pipeline in pipelines.items():
-            found = [pipeline.train_step(batch).step_seconds for _ in range(STEPS)]
-            if turn > 0:  # the first one chooses kernels
-                seconds[way].append(median(found))
-    return seconds
+
+    def make(way: str) -> Callable[[], float]:
+        pipeline = make_pipeline(way, setting, num_gpus)
+        return lambda: median(pipeline.train_step(batch).step_seconds for _ in range(STEPS))
+
+    return take_turns({way: make(way) for way in WAYS}, rounds)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch
 from PIL import Image
 
 import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
-from experiments.program import StudyProgram, track
+from experiments.program import StudyProgram
+from experiments.turns import median_ratio, take_turns
 from gpipe.data import ImageFiles, ImageLoader, training_transform
 from reproductions.table4_imagenet_and_transfer.tables import INPUT_PIPELINE
 
@@ -88,12 +90,12 @@ def time_epoch(loader: Iterable[Any], num_images: int) -> float:
 
 def measure(folder: Path, options: argparse.Namespace, image_size: int, num_workers: int) -> dict[str, Any]:
     """Return a row: images/s of both loaders, and the median of the rounds' ratios."""
-    loaders = [make(folder, image_size, options.batch_size, num_workers) for make in MAKERS]
-    turns = track(range(options.rounds + 1), f"epochs at {image_size} px, {num_workers} workers")
-    rounds = [[time_epoch(loader, options.num_images) for loader in loaders] for _ in turns][1:]  # the first warms up
-    ours, torchvision = (options.num_images / statistics.median(column) for column in zip(*rounds, strict=True))
+    loaders = {make.__name__: make(folder, image_size, options.batch_size, num_workers) for make in MAKERS}
+    ways = {name: partial(time_epoch, loader, options.num_images) for name, loader in loaders.items()}
+    seconds = take_turns(ways, options.rounds, f"epochs at {image_size} px, {num_workers} workers").values()
+    ours, torchvision = (options.num_images / statistics.median(found) for found in seconds)
     row = {"image_size": image_size, "num_workers": num_workers, "ours_images_per_second": ours}
-    row |= {"torchvision_images_per_second": torchvision, "ratio": statistics.median(b / a for a, b in rounds)}
+    row |= {"torchvision_images_per_second": torchvision, "ratio": median_ratio(*reversed(seconds))}
     return row
 
 

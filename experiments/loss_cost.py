@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.program import StudyProgram, track
+from experiments.turns import median_ratio, take_turns
 from gpipe.planning.ledger import Work
 from gpipe.planning.profile import profile_layers
 from gpipe.training.evaluation import TokenMetrics
@@ -99,11 +101,9 @@ def measure(ways: tuple[Loss, Loss], dtype: torch.dtype, rounds: int, *, trains:
     num_tokens = NUM_TOKENS // LENGTH // 10 * LENGTH
     logits = torch.randn(num_tokens // LENGTH, LENGTH, VOCABULARY).to(dtype).requires_grad_(trains)
     targets = make_targets(num_tokens, "cpu")
-    pairs = [[_clock(loss, logits, targets, trains=trains) for loss in ways] for _ in range(rounds + 1)][1:]
-    return {
-        "one_by_one_seconds": median(others for _, others in pairs),
-        "one_pass_of_it": median(own / others for own, others in pairs),
-    }
+    clocks = {str(place): partial(_clock, loss, logits, targets, trains=trains) for place, loss in enumerate(ways)}
+    own, others = take_turns(clocks, rounds, what=None).values()
+    return {"one_by_one_seconds": median(others), "one_pass_of_it": median_ratio(own, others)}
 
 
 def _clock(loss: Loss, logits: Tensor, targets: dict[str, Tensor], *, trains: bool) -> float:

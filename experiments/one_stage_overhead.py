@@ -10,15 +10,16 @@ as ours does, and reentrant. All take turns; results are medians of the paired r
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from experiments.program import StudyProgram, track
+from experiments.program import StudyProgram
+from experiments.turns import clock, median_ratio, take_turns
 from gpipe.models import amoebanet_d
 from reproductions.bubble.overheads import ONE_STAGE_OVERHEAD
 
@@ -58,20 +59,11 @@ def measure(rounds: int) -> dict[str, float]:
         ),
         "ours_rematerialized": ours("always"),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in track(range(rounds + 1), "rounds"):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-
-    def ratio(name: str) -> float:
-        pairs = zip(seconds["hand_written"], seconds[name], strict=True)
-        return statistics.median(b / a for a, b in list(pairs)[1:])  # the first round warms up
-
-    medians = {f"{name}_seconds": statistics.median(values[1:]) for name, values in seconds.items()}
-    ratios = {f"{name}_ratio": ratio(name) for name in steps if name not in ("hand_written", "ours")}
-    return medians | {"ratio": ratio("ours")} | ratios
+    seconds = take_turns({name: partial(clock, step) for name, step in steps.items()}, rounds)
+    medians = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
+    ratios = {name: median_ratio(values, seconds["hand_written"]) for name, values in seconds.items()}
+    del ratios["hand_written"]
+    return medians | {"ratio": ratios.pop("ours")} | {f"{name}_ratio": ratio for name, ratio in ratios.items()}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import gpipe
 from experiments.program import StudyProgram, track
+from experiments.turns import median_ratio, take_turns
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.split_backward import run_split_backward
@@ -57,19 +59,17 @@ def list_cases() -> list[Case]:
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Return the median seconds of a whole backward, and the median ratios of a split one to it."""
-    whole, parts, first = [], [], []
-    for turn in range(rounds + 1):
-        seconds, _ = _run(case, splits=False)
-        together, of_inputs = _run(case, splits=True)
-        if turn > 0:  # the first one makes the gradients
-            whole.append(seconds)
-            parts.append(together / seconds)
-            first.append(of_inputs / together)
-    found = {"whole_seconds": whole, "parts_of_whole": parts, "first_part": first}
-    return {"name": case.name} | {name: statistics.median(values) for name, values in found.items()}
+    found = take_turns({"whole": partial(_run, case), "split": partial(_run, case, splits=True)}, rounds, what=None)
+    (whole, _), (split, first) = (list(zip(*seconds, strict=True)) for seconds in found.values())
+    return {
+        "name": case.name,
+        "whole_seconds": statistics.median(whole),
+        "parts_of_whole": median_ratio(split, whole),
+        "first_part": median_ratio(first, split),
+    }
 
 
-def _run(case: Case, *, splits: bool) -> tuple[float, float]:
+def _run(case: Case, *, splits: bool = False) -> tuple[float, float]:
     """Make one backward; return the seconds of all of it, and of its first part."""
     inputs = Payload.of(case.inputs)
     # Behind an operation of its own, as behind a boundary: a leaf would copy its gradient.

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import gpipe._compat.torchvision  # before timm
@@ -30,6 +30,7 @@ import gpipe
 from experiments.peers.engines import Place
 from experiments.peers.processes import fence, run
 from experiments.program import StudyProgram, track
+from experiments.turns import clock, median_ratio, take_turns
 from gpipe.planning.timing import LayerTimer
 from reproductions.task_independence.tables import TRACED_SPEED
 
@@ -123,16 +124,9 @@ def compare_with_one_stage(cell: Cell, place: Place, rounds: int) -> dict[str, l
 
 
 def time_in_turns(steps: Mapping[str, Callable[[], Any]], place: Place, rounds: int) -> dict[str, list[float]]:
-    """Run steps in turns, and return the seconds of each, without those of a first round that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            fence(place)
-            start = time.perf_counter()
-            step()
-            fence(place)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: found[1:] for name, found in seconds.items()}
+    """Run steps in turns, and return the seconds of each."""
+    wait = partial(fence, place)
+    return take_turns({name: partial(clock, step, fence=wait) for name, step in steps.items()}, rounds, what=None)
 
 
 def pool(function: Callable[..., Any], cell: Cell, num_processes: int, rounds: int) -> dict[str, list[float]]:
@@ -150,8 +144,8 @@ def measure(name: str, partitions: tuple[int, ...], schedule: str, rounds: int) 
         "schedule": schedule,
         "partitions": list(partitions),
         "seconds": {key: statistics.median(found) for key, found in (loop | stages).items()},
-        "cost": statistics.median(map(lambda a, b: b / a, loop["plain"], loop["ours"])),
-        "speedup": statistics.median(map(lambda a, b: a / b, stages["one_stage"], stages["stages"])),
+        "cost": median_ratio(loop["ours"], loop["plain"]),
+        "speedup": median_ratio(stages["one_stage"], stages["stages"]),
     }
 
 

@@ -26,11 +26,12 @@ import torch
 
 import gpipe
 from experiments.peers.engines import ENGINES, explain_not_run
-from experiments.peers.measurements import measure_peak_memory, measure_seconds_in_turns
+from experiments.peers.measurements import measure_memory_growth, measure_seconds_in_turns
 from experiments.peers.partitions import compare_partitions
 from experiments.peers.processes import Cell
 from experiments.peers.workloads import MODELS, SCALES, Workload
 from experiments.program import StudyProgram, track
+from experiments.turns import median_ratio
 from reproductions.table2_throughput.peers import OURS, PEERS
 
 CLAIM = "table2_throughput"
@@ -50,11 +51,10 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
         if name not in seconds:
             rows.append(fixed | {"engine": name, "outcome": explain_not_run(name, cell.num_stages, cell.num_processes)})
             continue
-        pairs = zip(seconds[name], seconds[OURS], strict=True)
         row = fixed | {"engine": name, "outcome": "measured", "step_seconds": seconds[name]}
         row["examples_per_second"] = cell.model.batch_size / statistics.median(seconds[name])
-        row["ours_over_this"] = statistics.median(theirs / ours for theirs, ours in pairs)
-        row["peak_memory_bytes"] = measure_peak_memory(cell, name, options.steps)
+        row["ours_over_this"] = median_ratio(seconds[name], seconds[OURS])
+        row["peak_memory_bytes"] = measure_memory_growth(cell, name, options.steps)
         rows.append(row)
     return rows
 

@@ -10,7 +10,6 @@ a step that recomputes everything and one that recomputes nothing. Five minutes 
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 import gpipe
 from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, make_image_model, make_text_model
-from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
+from experiments.planned_memory.stage_accounting import ProcessorAllocator, measure_peaks
 from experiments.planned_memory.strangers import make_strangers
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.schedule import Rematerialize
@@ -76,7 +75,6 @@ def _find_middle(model: SmallModel, cut: list[int], setting: Setting) -> int:
 
 
 def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list[int]:
-    """Make two steps; return each device's peak in the second, when the optimiser has its state."""
     assert not isinstance(setting.rematerialize, Fit)
     pipeline = gpipe.Pipeline(
         model.layers,
@@ -88,13 +86,8 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
         stages_per_device=setting.stages_per_device,
     )
     placement = place_stages(setting.schedule, setting.num_stages, setting.stages_per_device)
-    optimizer = torch.optim.RMSprop(pipeline.parameters())
     batch = model.batch(MICROBATCH_SIZE * setting.num_microbatches)
-    with closing(pipeline), model.autocast():
-        pipeline.train_step(batch)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return Accounting(pipeline, optimizer, ProcessorAllocator(), placement).step(batch)
+    return measure_peaks(pipeline, batch, ProcessorAllocator(), placement, model.autocast)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -175,6 +175,22 @@ class Accounting:
             return result
 
         return run_and_account
+
+
+def measure_peaks(
+    pipeline: gpipe.Pipeline,
+    batch: tuple[Any, Any],
+    allocator: Allocator,
+    placement: Sequence[int] | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[int]:
+    """Make two steps and close the pipeline; return each device's peak in the second, when the optimiser has state."""
+    optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-6)
+    with closing(pipeline), autocast():
+        pipeline.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return Accounting(pipeline, optimizer, allocator, placement).step(batch)
 
 
 def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 import gpipe
-from experiments.planned_memory.stage_accounting import Accounting, Allocator, CudaAllocator
+from experiments.planned_memory.stage_accounting import Allocator, CudaAllocator, measure_peaks
 from experiments.table1_capacity.columns import Column, compute_loss, describe
 from experiments.table1_capacity.plans import make_planner
 from gpipe.planning.cut import partition_by_memory
@@ -80,7 +79,6 @@ def _take_stages(column: Column, partitions: Sequence[int], stages: Sequence[int
 def _measure_peaks(
     column: Column, partitions: Sequence[int], layers: nn.Sequential, device: str, allocator: Allocator
 ) -> list[int]:
-    """Make two steps; return each stage's peak in the second, when the optimiser has its state."""
     setting = column.setting
     pipeline = gpipe.Pipeline(
         layers,
@@ -90,10 +88,4 @@ def _measure_peaks(
         rematerialize=setting.rematerialize.value,
         devices=device,
     )
-    with closing(pipeline):
-        optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-6)
-        batch = column.batch(column.batch_size, device)
-        pipeline.train_step(batch)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return Accounting(pipeline, optimizer, allocator).step(batch)
+    return measure_peaks(pipeline, column.batch(column.batch_size, device), allocator)
