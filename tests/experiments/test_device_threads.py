@@ -1,7 +1,6 @@
 """The study of a launching thread per GPU: it needs two GPUs, and its table has the median of the rounds' ratios."""
 
-from gpipe.records import make_record
-from reproductions.bubble.overheads import device_threads
+from reproductions.bubble.overheads import DEVICE_THREADS, device_threads
 from tests.support.program_server import run_program
 
 
@@ -12,17 +11,7 @@ def test_a_machine_without_two_gpus_is_refused() -> None:
 
 
 def test_the_table_has_the_median_of_the_rounds_ratios() -> None:
-    record = make_record(
-        kind="measured",
-        experiment="device_threads",
-        config={
-            "num_layers": 3,
-            "num_filters": 8,
-            "image_size": 64,
-            "num_stages": 2,
-            "num_microbatches": 4,
-        },
-        seed=0,
-        results={"seconds": {"one thread": [0.1, 0.2, 0.4], "a thread per device": [0.09, 0.1, 0.32]}},
-    )
+    config = {"num_layers": 3, "num_filters": 8, "image_size": 64, "num_stages": 2, "num_microbatches": 4}
+    seconds = {"one thread": [0.1, 0.2, 0.4], "a thread per device": [0.09, 0.1, 0.32]}
+    record = DEVICE_THREADS.make_record(config, {"seconds": seconds})
     assert device_threads([record]).splitlines()[2:] == ["| AmoebaNet-D (3,8), 64 px | 2 | 4 | 200.0 | 0.80 |"]

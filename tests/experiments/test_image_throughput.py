@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from experiments.image_throughput import measurements
-from gpipe.records import Record, make_record, read_records
-from reproductions.table4_imagenet_and_transfer.tables import image_throughput
+from gpipe.records import Record, read_records
+from reproductions.table4_imagenet_and_transfer.tables import IMAGE_THROUGHPUT, image_throughput
 from tests.support.program_server import run_program
 
 TINY = ("--small", "--rounds", "1", "--warm-up", "0", "--backend", "eager")
@@ -67,9 +67,7 @@ def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
             ("ours", True, "out of memory"),
         )
     ]
-    record = make_record(
-        kind="measured", command="x", experiment="image_throughput", config={}, seed=0, results={"grid": grid}
-    )
+    record = IMAGE_THROUGHPUT.make_record({}, {"grid": grid})
     lines = image_throughput([record]).splitlines()[2:]
     assert lines[0] == "| AmoebaNet-D (18,256), 224 px | never | torchgpipe | 512 | not run |  |  |"
     assert lines[1] == "| AmoebaNet-D (18,256), 224 px | never | ours | 512 | out of memory |  |  |"

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from experiments import launching_threads as study
-from gpipe.records import make_record
-from reproductions.bubble.overheads import launching_threads
+from reproductions.bubble.overheads import LAUNCHING_THREADS, launching_threads
 
 
 def test_workers_start_together_and_their_runs_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +42,7 @@ def test_a_worker_counts_its_passes_and_only_one_kind_has_a_backward(monkeypatch
 def test_the_table_has_medians_of_the_rounds_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = iter([10.0, 5.0, 20.0, 4.0, 4.0, 8.0] * 2 + [1.0, 9.0, 9.0] * 2)
     monkeypatch.setattr(study, "run_workers", lambda *_: next(speeds))
-    record = make_record(
-        kind="measured", experiment="launching_threads", config={}, seed=0, results={"rows": study.measure(rounds=3)}
-    )
+    record = LAUNCHING_THREADS.make_record({}, {"rows": study.measure(rounds=3)})
     lines = launching_threads([record]).splitlines()
     assert lines[0].endswith("| two threads / one thread | two processes / one thread |")
     assert lines[2:] == [

@@ -1,5 +1,6 @@
 """The programs of Table 1: its models, and what they plan, find and measure of smaller ones."""
 
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -15,6 +16,11 @@ from gpipe.records import Record, make_record
 from reproductions.table1_model_size.tables import TABLES
 
 IMAGES, TEXT = SMALL_COLUMNS
+
+
+@cache
+def measured(column: Column) -> dict[str, Any]:
+    return measure(column, "cpu", ProcessorAllocator())
 
 
 def test_the_columns_have_the_papers_models() -> None:
@@ -41,7 +47,7 @@ def test_naive_is_one_micro_batch_whose_activations_are_kept() -> None:
 
 @pytest.mark.parametrize(("column", "stages"), [(IMAGES, [0, 1]), (TEXT, [0, 2, 3])], ids=["amoebanet", "transformer"])
 def test_what_a_stage_holds_is_measured_beside_its_plan(column: Column, stages: list[int]) -> None:
-    found = measure(column, "cpu", ProcessorAllocator())
+    found = measured(column)
     assert found["stages"] == stages and found["fits"]
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
 
@@ -74,12 +80,8 @@ def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch
     paper = {"family": "amoebanet", "name": "Pipeline-2", "num_layers": "3", "num_filters": "32", "num_stages": "2"}
     paper |= {"parameters": "9.99M", "parameter_gb": "1", "activation_gb": "2"}
     paper |= dict.fromkeys(("torchgpipe_parameters", "torchgpipe_parameter_gib", "torchgpipe_activation_gib"), "")
-    measured = written("measured", columns=[measure(IMAGES, "cpu", ProcessorAllocator())])
-    tables = {
-        table.__name__: table([planned, measured], [paper])
-        for table in TABLES
-        if "paper" in signature(table).parameters
-    }
+    records = [planned, written("measured", columns=[measured(IMAGES)])]
+    tables = {table.__name__: table(records, [paper]) for table in TABLES if "paper" in signature(table).parameters}
     assert all(len(table.splitlines()) == 2 + (2 if name == "table1_measured" else 1) for name, table in tables.items())
     assert f"{count_parameters(IMAGES):,}" in tables["table1_parameters"]
     assert tables["table1_devices"].count("fits") == 3

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from experiments import threads_under_load as study
-from gpipe.records import make_record
-from reproductions.bubble.overheads import threads_under_load
+from reproductions.bubble.overheads import THREADS_UNDER_LOAD, threads_under_load
 
 PROGRAM = """
 import os, sys
@@ -25,7 +24,6 @@ def test_each_round_compares_the_threads_of_a_process_with_one_thread(monkeypatc
         assert row["spinning"] == {"median": 4.0, "least": 4.0, "most": 4.0}
         assert row["sleeping"] == {"median": 3.0, "least": 3.0, "most": 3.0}
     config = {"num_layers": 3, "batch_size": 16, "rounds": 2}
-    results = {"rows": rows, "load_before": os.getloadavg()[0]}
-    record = make_record(kind="measured", experiment="threads_under_load", config=config, seed=0, results=results)
+    record = THREADS_UNDER_LOAD.make_record(config, {"rows": rows, "load_before": os.getloadavg()[0]})
     lines = threads_under_load([record]).splitlines()
     assert lines[2] == "| AmoebaNet-D (3,16) | 0 | 0.50 | 4.00 (4.00 to 4.00) | 3.00 (3.00 to 3.00) |"

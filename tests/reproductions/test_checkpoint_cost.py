@@ -1,7 +1,8 @@
 """The table of what a checkpoint costs."""
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record
 from reproductions.bubble.saves import (
+    CHECKPOINT_COST,
     DCP_SYNCHRONOUS,
     OURS,
     checkpoint_cost,
@@ -15,11 +16,7 @@ def measured(still_seconds: float, *, gpus: tuple[str, ...] = ()) -> Record:
         {"saver": name, "still_seconds": still, "total_seconds": 2.0, "bytes_per_second": 4e8}
         for name, still in ((OURS, still_seconds), (DCP_SYNCHRONOUS, 2.0))
     ]
-    config = {"num_bytes": 800_000_000, "num_processes": 2}
-    return make_record(
-        kind="measured", command="", experiment="checkpoint_cost", config=config, seed=0, results={"rows": rows},
-        gpus=gpus,
-    )  # fmt: skip
+    return CHECKPOINT_COST.make_record({"num_bytes": 800_000_000, "num_processes": 2}, {"rows": rows}, gpus=gpus)
 
 
 def test_what_was_not_measured_is_not_claimed() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record
 from reproductions.table2_throughput.peers import (
     PEERS,
     peers_memory,
@@ -39,8 +39,7 @@ def record() -> Record:
         {"model": "A", "num_stages": 2, "chosen_by": "x", "partitions": [1, 3], "slowest_over_optimum": 1.25},
         {"model": "A", "num_stages": 2, "chosen_by": "y", "partitions": None, "slowest_over_optimum": None},
     ]
-    results = {"grid": grid, "partitions": choices}
-    return make_record(kind="measured", command="c", experiment="peers", config={}, seed=0, results=results)
+    return PEERS.make_record({}, {"grid": grid, "partitions": choices})
 
 
 def test_the_engines_stand_side_by_side_with_ours_over_each_peer() -> None:

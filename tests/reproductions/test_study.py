@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record
 from reproductions.study import Study
 
 STUDY = Study("cost")
@@ -15,11 +15,8 @@ def cost(record: Record) -> str:
 
 
 def make(number: int, date: str, experiment: str = "cost") -> Record:
-    results = {"cost": number}
-    record = make_record(
-        kind="measured", command=f"c{number}", experiment=experiment, config={}, seed=0, results=results
-    )
-    return replace(record, date=date)
+    record = Study(experiment).make_record({}, {"cost": number})
+    return replace(record, command=f"c{number}", date=date)
 
 
 RECORDS = [

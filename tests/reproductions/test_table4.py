@@ -12,6 +12,7 @@ from reproductions.table4_imagenet_and_transfer.tables import (
     table4_other_settings,
 )
 from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.translation_records import cells
 
 PAPER = [
     {"data": "imagenet", "title": "ImageNet-2012", "train": "1281167", "test": "50000", "classes": "1000",
@@ -36,10 +37,6 @@ def record(
     config = {"data": {"name": data}, "init_from": init_from, "optimizer": {"learning_rate": rate}}
     kind = "not run" if top1 is None else "measured"
     return make_record(kind=kind, command="c", experiment=experiment, config=config, seed=seed, results=figures)
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()][2:]
 
 
 def transfer(seed: int, top1: float, init_from: str | None = "x") -> Record:

@@ -14,8 +14,7 @@ import timm
 from timm.models import _registry as registry
 
 from experiments.traced_models import OF_TIMM
-from gpipe.records import make_record
-from reproductions.task_independence.tables import traced_models
+from reproductions.task_independence.tables import TRACED_MODELS, traced_models
 
 PAGE = Path(__file__).parents[2] / "reproductions" / "task_independence" / "README.md"
 MOST = 60e6
@@ -34,9 +33,7 @@ def list_left_out() -> dict[str, list[str]]:
 def test_a_refused_model_is_shown_with_the_place_and_the_reason() -> None:
     error = "A cannot be cut into layers: <...>/a.py, line 2: decides by self.training; name the submodule"
     model = {"library": "timm", "model": "a", "refused": error}
-    record = make_record(
-        kind="measured", command="c", experiment="traced_models", config={}, seed=0, results={"models": [model]}
-    )
+    record = TRACED_MODELS.make_record({}, {"models": [model]})
     row = "| timm: a | refused | `<...>/a.py, line 2: decides by self.training` |  |  |  |"
     assert row in traced_models([record]).splitlines()
 

@@ -1,6 +1,6 @@
 """The table of what a corpus takes until the first mini-batch."""
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record
 from reproductions.figure3_multilingual.text_scale import BUILD, RESUME, START, TEXT_SCALE, text_scale
 
 TIMES = {"seconds": 0.5, "seconds_of_work": 0.4, "seconds_from_disk": 0.7}
@@ -17,7 +17,7 @@ def measured(private_bytes: list[int]) -> Record:
         }
         for place, number in enumerate(private_bytes)
     ]
-    return make_record(kind="measured", command="", experiment="text_scale", config={}, seed=0, results={"rows": rows})
+    return TEXT_SCALE.make_record({}, {"rows": rows})
 
 
 def test_what_was_not_measured_is_not_claimed() -> None:

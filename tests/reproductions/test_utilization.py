@@ -1,6 +1,5 @@
 """The table of a GPU's utilisation."""
 
-from gpipe.records import make_record
 from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION, transformer_utilization
 
 
@@ -15,9 +14,7 @@ def test_only_what_is_compiled_and_kept_is_judged() -> None:
          "utilization": share}
         for mode, compiled, share in (("never", False, 0.45), ("never", True, 0.40), ("always", True, 0.39))
     ]  # fmt: skip
-    record = make_record(
-        kind="measured", command="", experiment="transformer_utilization", config={}, seed=0, results={"rows": rows}
-    )
+    record = TRANSFORMER_UTILIZATION.make_record({}, {"rows": rows})
     lines = transformer_utilization([record]).splitlines()[2:]
     assert lines == [
         "| never | no | 500.0 | 65,536 | 45.0% |  |",
