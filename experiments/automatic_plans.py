@@ -6,8 +6,6 @@ Each search is a whole command, in its own process. Results are medians of wall-
 two idle cores.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import subprocess

@@ -9,8 +9,6 @@ that waits for a save before an update. The slower process counts, and the media
 GB of disk.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -8,8 +8,6 @@ rate, and all five translate the test set greedily. Each core trains one model a
 runs/deep_or_wide, and the same command continues from there. About five hours on two cores.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

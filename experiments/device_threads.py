@@ -6,8 +6,6 @@ AmoebaNet-D on images so small that GPUs wait for launches, one stage per GPU, o
 the same layers take turns, three steps each. Needs two GPUs and two minutes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple

@@ -6,8 +6,6 @@ Finds the languages whose English lines are the same in every split. Lists, by l
 lines models are validated and tested on, without the sentences that training skips as too long. Seconds.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one e
 Speeds are medians; the ratio is the median over pairs. Two minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -7,8 +7,6 @@ time, as when a GPU waits for launches. One worker, two threads and two processe
 minute.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import threading

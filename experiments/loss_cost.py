@@ -8,8 +8,6 @@ vocabulary of 64,000. The seconds are measured on one core, with a tenth of the 
 ratio is the median over the pairs. Two minutes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

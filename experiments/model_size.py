@@ -8,8 +8,6 @@ fine-tuned on 100 handwritten digits, with a rate chosen in the same way. Each c
 are in runs/model_size, and the same command continues from there. An hour on two cores.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from experiments.program import StudyProgram

@@ -12,8 +12,6 @@ Each core trains one model at a time. The same command continues after an interr
 the claim's records or in runs/multilingual and runs/deep_or_wide. About five hours on two cores.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence

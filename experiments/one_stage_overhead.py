@@ -7,8 +7,6 @@ torch.utils.checkpoint in both variants: non-reentrant, whose first forward runs
 as ours does, and reentrant. All take turns; results are medians of the paired ratios. Three minutes.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ Images of the models' own sizes, 256 in a mini-batch of 32 micro-batches, bfloat
 with averaged weights. Only the plan is computed. Two minutes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydra import compose, initialize_config_dir

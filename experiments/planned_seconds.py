@@ -8,8 +8,6 @@ layers again and train, in turns. The table shows the medians of the planned and
 update. Eight minutes on two idle cores.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The parts that all studies share: the same options, a line of progress, and a place for the records."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

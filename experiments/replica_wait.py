@@ -8,8 +8,6 @@ when its gradients are averaged, as with torch's DistributedDataParallel. The wa
 first stage has run all tasks that it can, and its next one is a backward. Four minutes.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

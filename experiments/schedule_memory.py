@@ -6,8 +6,6 @@ Transformer-48 of the paper's Table 2 on eight devices of 16 GB with 32 micro-ba
 schedules, with and without re-materialisation. The numbers are planned. Seconds.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -9,8 +9,6 @@ it is compared with. The tables also show the time that the engine really added 
 step is the machine's. Four minutes.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ would build it. A whole backward and a split one take turns on one core; gradien
 are medians of paired ratios. Three minutes on an idle core.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from functools import partial

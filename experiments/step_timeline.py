@@ -6,8 +6,6 @@ Trains each model with train.py for a few steps, with one core per stage, and re
 the run with the fastest step, because other programs can only slow a step down. Two minutes on two idle cores.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Composes each experiment at the paper's scale, counts the FLOPs of an image's fo
 multiplies: forward, recomputation, and a backward of twice the forward. Seconds, no data, no GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydra import compose, initialize_config_dir

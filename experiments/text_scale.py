@@ -15,8 +15,6 @@ The fastest round counts for times, because other programs can only slow a round
 Half an hour, and 4 GB of disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ single thread. The study starts the other work itself: processes that compute wi
 machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -8,8 +8,6 @@ layers and a copy of the model train on the same two examples from the same seed
 in evaluation are compared. A quarter of an hour on two cores, and up to 16 GB of memory.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

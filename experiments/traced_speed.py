@@ -10,8 +10,6 @@ Each comparison runs in several jobs; results are the medians of all paired rati
 cores.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Callable, Mapping

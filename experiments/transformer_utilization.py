@@ -11,8 +11,6 @@ The utilisation is that of the model: it counts the FLOPs of a forward pass, and
 but no recomputation. All products of attention count, although half of them are masked (PaLM, appendix B).
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from itertools import product

@@ -6,8 +6,6 @@ Builds each model on the meta device and counts; a parameter that two layers sha
 GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Train the models of a study, each once and one per core, at the learning rate that the first seed found best."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Ways to do something that are measured in turns, so that what else the machine does disturbs all of them alike."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median

@@ -8,8 +8,6 @@ torch's autocast without its cache. A third variant lets the Transformer's layer
 minute; nothing is timed.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 from typing import Any

@@ -11,8 +11,6 @@ Runs on the tests' simulated GPUs, so it needs no GPU, and nothing is timed. Hal
 - a step of a small AmoebaNet without and with CUDA graphs: eight micro-batches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from experiments.device_work import counts

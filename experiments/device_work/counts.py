@@ -1,7 +1,5 @@
 """The programs that run on the simulated GPUs: each function returns what the simulation counted, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ are not done. runs/gpu has the log of each step; remove it to start over. Clones
 AmoebaNet is measured beside ours.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

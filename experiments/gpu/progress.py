@@ -1,7 +1,5 @@
 """The steps that have ended, each in its own folder, so that a second call continues where the first one ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The steps that run on GPUs: the tests of the device path, and every measurement that needs GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -9,8 +9,6 @@ AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours h
 except for --small, which measures tiny models.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

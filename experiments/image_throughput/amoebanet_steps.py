@@ -1,7 +1,5 @@
 """Training steps of two AmoebaNets, up to the gradients: our pipeline of one stage, and a loop over torchgpipe's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

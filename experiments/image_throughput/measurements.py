@@ -1,7 +1,5 @@
 """Measure how many images per second a model trains on, and whether a batch fits."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -13,8 +13,6 @@ with one process per stage if there are enough GPUs, otherwise with all stages o
 two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Three engines that train the same weights on the same mini-batch: ours and those of two peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Measure the speed of the engines in turns, and the growth of memory in each engine's own processes."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Compare how each package cuts a model: the slowest partition over the optimum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

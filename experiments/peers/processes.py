@@ -1,7 +1,5 @@
 """New processes, each on its own core or GPU, in which engines are measured."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Inputs of the peers: a stage's layers with our engine's initial weights, and the shapes at its boundaries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models that the engines train, small and large variants of the paper's two, with made-up mini-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -8,8 +8,6 @@ models of others run with GPipe's schedule, with and without re-materialisation.
 a step that recomputes everything and one that recomputes nothing. Five minutes on two cores.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """A small model of each family of Table 1, to measure on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

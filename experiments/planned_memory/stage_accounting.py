@@ -6,8 +6,6 @@ receiver's device. Memory that is freed after a task, such as the gradients that
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small networks of others as sequences of layers: of timm, torchvision, transformers and torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

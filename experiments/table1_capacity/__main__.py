@@ -8,8 +8,6 @@ K. With a GPU, it then measures the columns (on_gpu.py). Ten minutes on two core
 --measure-only runs only the last part, in a few minutes on an H100.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ten columns of the paper's Table 1: one model each, cut into K stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ that is the result. Of a Transformer, only the first, a middle and the last stag
 middle one.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Plan Table 1: the memory of each device with each cut, and the largest model that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial

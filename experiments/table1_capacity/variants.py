@@ -1,7 +1,5 @@
 """Columns of Table 1 with other choices where the paper names none, and their effect on the memory of activations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

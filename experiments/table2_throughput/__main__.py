@@ -9,8 +9,6 @@ figures for the paper's devices. Eight minutes on one core; 12 GB. --plan-only n
 models instead.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Break down a planned step: computing, recomputation, the bubble, unequal stages, links, the update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import fmean
 from typing import NamedTuple

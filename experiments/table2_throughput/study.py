@@ -5,8 +5,6 @@ this machine. In the second case the links are slower by the same factor as this
 device, which keeps the ratio of transfer to computing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

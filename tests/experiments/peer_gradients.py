@@ -1,7 +1,5 @@
 """The gradients of an engine that experiments/peers compares, in a process of a test."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,5 @@
 """`make gpu`: its steps, their order and limits, and what becomes of one that fails. The rehearsal runs them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transfers at laptop scale: each start at the rate that validation images choose, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gpipe.records import Record, make_record
