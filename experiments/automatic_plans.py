@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from experiments.program import StudyProgram, track
 from reproductions.bubble.plans import AUTOMATIC_PLANS
@@ -50,21 +49,11 @@ if __name__ == "__main__":
     for _ in track(range(options.rounds), "rounds"):
         for model, words in CASES.items():
             found[model].append(search(words))
-    rows: list[dict[str, Any]] = []
+    rows = []
     for model, searches in found.items():
         shape, schedule, num_microbatches, recompute, step_seconds, peak, bubble, _ = searches[0][1]
-        rows.append(
-            {
-                "model": model,
-                "seconds": statistics.median(seconds for seconds, _ in searches),
-                "shape": shape,
-                "schedule": schedule,
-                "num_microbatches": int(num_microbatches),
-                "recompute": recompute,
-                "step_seconds": float(step_seconds),
-                "peak": peak,
-                "bubble": bubble,
-            }
-        )
+        row = {"model": model, "seconds": statistics.median(seconds for seconds, _ in searches), "shape": shape}
+        row |= {"schedule": schedule, "num_microbatches": int(num_microbatches), "recompute": recompute}
+        rows.append(row | {"step_seconds": float(step_seconds), "peak": peak, "bubble": bubble})
     settings = {"rounds": options.rounds, "devices": list(DEVICES), "words": {k: list(v) for k, v in CASES.items()}}
     program.publish_record(AUTOMATIC_PLANS.make_record(settings, {"rows": rows}))

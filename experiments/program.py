@@ -1,6 +1,7 @@
 """The parts that all studies share: the same options, a line of progress, and a place for the records."""
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,30 +91,22 @@ class StudyProgram:
                     console.print(Markdown(text))
                 else:
                     print(text)
-        for claim, made in records.items():
-            self._keep(claim, made)
-        if self._is_recorded and self._folder is None:
+        places = " and ".join(f"{FOLDER}/{claim}/{RUNS_FILE}" for claim in self._tables)
+        outcome = f"Nothing was recorded. With --record, the records go to {places}, and all pages are rendered."
+        if self._folder is not None:
+            for record in itertools.chain.from_iterable(records.values()):
+                append_record(self._folder / RUNS_FILE, without_places(record))
+            outcome = f"Added to {self._folder / RUNS_FILE}."
+        elif self._is_recorded:
+            for claim, made in records.items():
+                add_records(claim, made)
             write_pages()
-        print(self._describe_outcome(), file=sys.stderr, flush=True)
+            outcome = f"Added to {places}; all pages are rendered."
+        print(outcome, file=sys.stderr, flush=True)
 
     def publish_record(self, record: Record) -> None:
         """Publish the only record of a study, in each of its claims."""
         self.publish({claim: [record] for claim in self._tables})
-
-    def _keep(self, claim: str, made: Sequence[Record]) -> None:
-        if self._folder is not None:
-            for record in made:
-                append_record(self._folder / RUNS_FILE, without_places(record))
-        elif self._is_recorded:
-            add_records(claim, made)
-
-    def _describe_outcome(self) -> str:
-        places = " and ".join(f"{FOLDER}/{claim}/{RUNS_FILE}" for claim in self._tables)
-        if self._folder is not None:
-            return f"Added to {self._folder / RUNS_FILE}."
-        if self._is_recorded:
-            return f"Added to {places}; all pages are rendered."
-        return f"Nothing was recorded. With --record, the records go to {places}, and all pages are rendered."
 
 
 def track(items: Sequence[Item], what: str) -> Iterator[Item]:

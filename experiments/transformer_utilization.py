@@ -12,19 +12,20 @@ but no recomputation. All products of attention count, although half of them are
 """
 
 import argparse
-import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
-from experiments.program import StudyProgram, track
+from experiments.program import StudyProgram
+from experiments.turns import clock, take_turns
 from gpipe.models.transformer_layers import TransformerLayer
-from gpipe.planning.accelerator import Accelerator, recognize_accelerator
+from gpipe.planning.accelerator import recognize_accelerator
 from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION
 
 CLAIM = "table2_throughput"
@@ -51,54 +52,29 @@ def compute_mean_square(outputs: Tensor, _: Tensor) -> Tensor:
     return outputs.float().square().mean()
 
 
-class Setting:
-    """The layers with one choice of re-materialisation and compilation."""
+def make_clock(
+    rematerialize: str, *, compiled: bool, arguments: argparse.Namespace, device: str
+) -> Callable[[], float]:
+    """Return what makes some steps of the layers, and returns the seconds per step."""
+    inputs = torch.randn(arguments.batch, arguments.sequence, arguments.width, device=device)
+    pipeline = gpipe.Pipeline(
+        make_layers(arguments.layers, arguments.width),
+        compute_mean_square,
+        [arguments.layers],
+        arguments.micro_batches,
+        rematerialize=rematerialize,
+        devices=device,
+    )
+    if compiled:
+        pipeline.compile()
 
-    def __init__(self, rematerialize: str, *, compiled: bool, arguments: argparse.Namespace, device: str) -> None:
-        self.name = {"rematerialize": rematerialize, "compiled": compiled}
-        self._batch = torch.randn(arguments.batch, arguments.sequence, arguments.width, device=device)
-        self._targets = torch.zeros(arguments.batch)
-        self._device = device
-        self._pipeline = gpipe.Pipeline(
-            make_layers(arguments.layers, arguments.width),
-            compute_mean_square,
-            [arguments.layers],
-            arguments.micro_batches,
-            rematerialize=rematerialize,
-            devices=device,
-        )
-        if compiled:
-            self._pipeline.compile()
-        self.seconds: list[float] = []
-        self.run(2)
+    def step() -> None:
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        with torch.autocast(device, torch.bfloat16):
+            pipeline.train_step((inputs, torch.zeros(arguments.batch)))
 
-    def run(self, num_steps: int) -> float:
-        """Make steps; return the seconds per step."""
-        self._wait()
-        started = time.perf_counter()
-        for _ in range(num_steps):
-            for parameter in self._pipeline.parameters():
-                parameter.grad = None
-            with torch.autocast(torch.device(self._device).type, torch.bfloat16):
-                self._pipeline.train_step((self._batch, self._targets))
-        self._wait()
-        return (time.perf_counter() - started) / num_steps
-
-    def _wait(self) -> None:
-        if self._device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-
-def describe(setting: Setting, tokens: int, flops: int, device: Accelerator | None) -> dict[str, Any]:
-    """Return a setting's speed, and its share of the device's peak if that is known."""
-    seconds = median(setting.seconds)
-    peak = None if device is None else device.flops_per_second("bfloat16")
-    return {
-        **setting.name,
-        "step_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "utilization": None if peak is None else 3 * flops / seconds / peak,
-    }
+    return partial(clock, step, STEPS_PER_ROUND, pipeline.job.wait_for_devices)
 
 
 if __name__ == "__main__":
@@ -114,20 +90,22 @@ if __name__ == "__main__":
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         program.require_folder("torch finds no GPU, and the page has only GPUs")
-    device = recognize_accelerator(torch.cuda.get_device_name(0)) if has_gpu else None
-    choices = list(product(("never", "always"), (False,) if arguments.no_compile else (False, True)))
-    made = [
-        Setting(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
-        for mode, compiled in track(choices, "settings warmed up")
-    ]
-    for _ in track(range(arguments.rounds), "rounds"):
-        for setting in made:
-            setting.seconds.append(setting.run(STEPS_PER_ROUND))
+    known = recognize_accelerator(torch.cuda.get_device_name(0)) if has_gpu else None
+    peak = known and known.flops_per_second("bfloat16")
+    ways = {
+        (mode, compiled): make_clock(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
+        for mode, compiled in product(("never", "always"), (False,) if arguments.no_compile else (False, True))
+    }
     tokens = arguments.batch * arguments.sequence
     flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence, arguments.width)
-    rows = [describe(setting, tokens, flops, device) for setting in made]
+    rows = []
+    for (mode, compiled), found in take_turns(ways, arguments.rounds).items():
+        seconds = median(found)
+        row = {"rematerialize": mode, "compiled": compiled, "step_seconds": seconds}
+        row |= {"tokens_per_second": tokens / seconds, "utilization": peak and 3 * flops / seconds / peak}
+        rows.append(row)
     names = ("layers", "width", "batch", "sequence", "micro_batches", "rounds")
-    results = {"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")}
     gpus = [torch.cuda.get_device_name(0)] if has_gpu else []
     config = {name: getattr(arguments, name) for name in names}
+    results = {"rows": rows, "peak_flops_per_second": peak}
     program.publish_record(TRANSFORMER_UTILIZATION.make_record(config, results, gpus=gpus))

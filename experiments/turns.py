@@ -7,12 +7,13 @@ from typing import TypeVar
 
 from experiments.program import track
 
+Name = TypeVar("Name")
 Measured = TypeVar("Measured")
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[], Measured]], rounds: int, what: str | None = "rounds"
-) -> dict[str, list[Measured]]:
+    ways: Mapping[Name, Callable[[], Measured]], rounds: int, what: str | None = "rounds"
+) -> dict[Name, list[Measured]]:
     """Measure each way once in each round; return what was measured, without a first round that warms up.
 
     Args:
@@ -20,7 +21,7 @@ def take_turns(
         rounds: how many count.
         what: is done, in the line of progress; None without one.
     """
-    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    found: dict[Name, list[Measured]] = {name: [] for name in ways}
     turns = range(rounds + 1)
     for turn in turns if what is None else track(turns, what):
         for name, measure in ways.items():

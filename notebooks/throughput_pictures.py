@@ -26,6 +26,7 @@ from reproductions.speed_ups import (
 )
 from reproductions.speed_ups import count_near as count_near_cells
 from reproductions.table import newest
+from reproductions.table1_model_size.tables import CUTS
 from reproductions.table2_throughput.tables import GRID, name_model
 from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
 
@@ -46,12 +47,9 @@ def draw_bars(axis: plt.Axes, places: Sequence[float], heights: Sequence[float],
     axis.bar(places, heights, hatch=HATCHES[kind], edgecolor="white", linewidth=0.4, **style)
 
 
-capacity = max(
-    (record for record in records[CAPACITY] if record.kind == "planned" and "columns" in record.results),
-    key=lambda record: record.date,
-)
+capacity = newest(record for record in records[CAPACITY] if record.kind == "planned" and "columns" in record.results)
+assert capacity is not None
 columns = {(column["family"], column["name"]): column for column in capacity.results["columns"]}
-CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 PARTS = {
     "weights, gradients, optimiser": Color.PARAMETERS,
     "stash": Color.BOUNDARY_INPUTS,

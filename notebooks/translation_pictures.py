@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 from house_style import PAPER_ALONE, Color, show
@@ -23,15 +23,10 @@ from reproductions.figure3_multilingual.pairs import (
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
-from reproductions.translation_runs import Trained
+from reproductions.translation_runs import Trained, spread
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
 records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
-
-
-def format_spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Write values as mean and sample deviation."""
-    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
 
 
 def average_by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
@@ -259,7 +254,7 @@ def draw_batch_sizes(batch_records: Sequence[Record], batch_paper: Paper) -> Non
         values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
         for size, of in values.items():
             ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)
-            text = f"  {format_spread(of)}"
+            text = f"  {spread(of, '.3f')}"
             ours.text(size, fmean(of), text, color=color, va="center")
         ours.plot(list(values), [fmean(of) for of in values.values()], color=color, linewidth=1)
         ours.set_title(setting, loc="left", fontsize=10, color=color)

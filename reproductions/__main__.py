@@ -28,17 +28,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
     options = parser.parse_args(arguments)
     with report_errors():
         if options.command == "add":
-            _add(options.run, options.claim, root)
+            folder = options.claim.resolve()
+            if not folder.is_dir() or folder.parent != (root / FOLDER).resolve():
+                expected = f"expected one in {root / FOLDER}: correct its name."
+                raise ValueError(f"{options.claim} is not the folder of a claim, {expected}")
+            add_records(folder.name, [read_run(options.run)], root)
         elif options.command == "faults":
             write_records(root / faults.RECORDS, [faults.read_record(options.rows)])
     write_pages(root)
-
-
-def _add(run: Path, claim: Path, root: Path) -> None:
-    """Add the record of a run to a claim, unless it is there already."""
-    if not claim.is_dir() or claim.resolve().parent != (root / FOLDER).resolve():
-        raise ValueError(f"{claim} is not the folder of a claim, expected one in {root / FOLDER}: correct its name.")
-    add_records(claim.resolve().name, [read_run(run)], root)
 
 
 if __name__ == "__main__":
