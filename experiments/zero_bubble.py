@@ -3,8 +3,8 @@
     python -m experiments.zero_bubble
 
 A device has two layers. Each takes 4 ms forward, 4 ms for the gradient of its input and 4 ms for that of its weight, so
-a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores; sleeps are shortened
-by what a layer's own operations take in all processes at once. The schedules take turns in the same P processes over
+a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores. Sleeps are shortened
+by what a layer's own operations take in all processes at once. The schedules take turns in the same processes, over
 Gloo; results are medians. "Alone" is the least that any engine could take here, apart from the bubble: each process runs
 its two layers forward and backward M times and sends nothing.
 

@@ -24,7 +24,9 @@ def calibrate(run: Callable[[], object] = lambda: _pause(FORWARD), seconds: floa
     """Shorten later sleeps by what each takes too long on this machine.
 
     Args:
-        run: what should take `seconds`, with `sleeps` sleeps in it. A layer's own operations count, if it is a layer.
+        run: what to measure; with layers in it, what their operations take is part of the excess.
+        seconds: how long it should take.
+        sleeps: how many times it sleeps.
     """
     global _overshoot
     _overshoot = 0.0

@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from experiments.table1_capacity.small_columns import COLUMNS, IMAGES
 
 from experiments.table1_capacity.columns import Column
-from experiments.table1_capacity.small_columns import COLUMNS, IMAGES
 from tests.simulated_cuda.capacity import measure_with
 from tests.simulated_cuda.machine import Machine
 
