@@ -3,10 +3,10 @@
     python -m experiments.zero_bubble
 
 A device has two layers. Each takes 4 ms forward, 4 ms for the gradient of its input and 4 ms for that of its weight, so
-a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores. Sleeps are shortened
+a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores. Sleeps are shorter
 by what a layer's own operations take in all processes at once. The schedules take turns in the same processes, over
-Gloo; results are medians. "Alone" is the least that any engine could take here, apart from the bubble: each process runs
-its two layers forward and backward M times and sends nothing.
+Gloo; results are medians. "Alone" is the least that any engine could take here, apart from the bubble: each process
+runs its two layers forward and backward M times and sends nothing.
 
 Each engine also trains a small network with dropout for one step, in one process and in P, and the gradients are
 compared. Last, two real models train on two cores with our engine. Ten minutes on an idle machine.
