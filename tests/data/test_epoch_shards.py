@@ -17,7 +17,7 @@ from gpipe.data.text import sentence_walk
 from gpipe.data.text.parallel_corpus import Skipped
 from gpipe.data.text.sentences import Sentences
 from tests.data.text.small_text import made_up_corpus
-from tests.data.text.test_translation_loader import assert_equal, cut_one_by_one
+from tests.data.text.test_translation_loader import assert_equal
 
 SEED = 3
 Pair = tuple[int, int]  # the number of a language, and of a pair in it
@@ -60,6 +60,17 @@ def whole_pass(language: int, number: int, size: int) -> list[int]:
         steps += [members[place] for place in make_walk_generator(SEED, *key).permutation(len(members))]
     assert sorted(steps) == list(range(size))
     return steps
+
+
+def cut_one_by_one(lengths: list[int], batch_size: int) -> list[tuple[int, int]]:
+    bounds = [(0, 0)]
+    for index, length in enumerate(lengths):
+        start = bounds[-1][0]
+        if (index + 1 - start) * length > batch_size:
+            bounds.append((index, index))
+            start = index
+        bounds[-1] = (start, index + 1)
+    return bounds
 
 
 def oracle(lengths: dict[str, list[tuple[int, int]]], epoch: int, num_shards: int) -> list[list[Pair]]:

@@ -15,7 +15,7 @@ from gpipe.data.text.multilingual_text import (
     read_embedded_pairs,
     read_vlc_pairs,
 )
-from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, list_some
+from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
 from gpipe.data.text.parallel_text import (
     TextEncoder,
     TextPair,
@@ -198,13 +198,13 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
     if languages is None:
         return list(known)
     if not languages:
-        raise ValueError(f"data.languages is empty: name some of {list_some(known)}, or null for all")
+        raise ValueError(f"data.languages is empty: name some of {_list_some(known)}, or null for all")
     for language in languages:
         if language not in known:
             quote = "write 'no' in quotes, which YAML reads as false, or " if language == "False" else ""
             raise ValueError(
                 f"data.languages has {language!r}, which the corpus {name} does not have: {quote}choose among "
-                f"{list_some(known)}"
+                f"{_list_some(known)}"
             )
     return sorted(set(languages))
 
@@ -212,3 +212,8 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
 def _find_row(name: str) -> CorpusSource:
     check_known("corpus", name, CORPORA)
     return CORPORA[name]
+
+
+def _list_some(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names and, if there are more, their total number."""
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"

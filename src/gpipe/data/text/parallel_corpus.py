@@ -1,6 +1,6 @@
 """Sentence pairs as token ids, by language, as the loader reads them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -74,16 +74,11 @@ class ParallelCorpus:
         max_pairs: the most pairs of each language. A smaller number keeps a subset of what a larger one keeps. The
             choice briefly takes eight bytes per pair of the language.
 
-    Raises:
-        ValueError: there is no language.
-
     Attributes:
         languages: the sorted names.
     """
 
     def __init__(self, pairs: Mapping[str, LanguagePairs], vocabulary_size: int, max_pairs: int | None = None) -> None:
-        if not pairs:
-            raise ValueError("the corpus has no language: give at least one")
         self.languages = tuple(sorted(pairs))
         self.vocabulary_size = vocabulary_size
         self._skipped = Skipped()
@@ -115,13 +110,7 @@ class ParallelCorpus:
         return np.array([pairs.longest for pairs in self._pairs])
 
     def pairs(self, language: str) -> LanguagePairs:
-        """Return the pairs of a language.
-
-        Raises:
-            ValueError: the corpus does not have the language.
-        """
-        if language not in self.languages:
-            raise ValueError(f"no language {language!r} in this corpus: it has {list_some(self.languages)}")
+        """Return the pairs of a language."""
         return self._pairs[self.languages.index(language)]
 
     def pair(self, language: str, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -162,8 +151,3 @@ def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
         return pairs
     order = np.random.default_rng([_SUBSET, len(pairs)]).permutation(len(pairs))
     return pairs.select(np.sort(order[:max_pairs]))
-
-
-def list_some(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names and, if there are more, their total number."""
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"

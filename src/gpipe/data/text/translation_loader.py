@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class TranslationLoader(EpochPosition):
     A shard's pairs are sorted by length and cut into mini-batches, which come in random order. If there are more than
     the shard's share, random ones are left out. If there are fewer, the shard walks on into the pairs of the next one.
 
-    Evaluation (shuffle=False): every pair once, sorted by length, in one shard.
+    Evaluation (shuffle=False): every pair once, sorted by length, in one shard; only for one replica.
 
     Args:
         corpus: the pairs.
@@ -55,7 +55,6 @@ class TranslationLoader(EpochPosition):
         seed: the seed of the draws.
         shuffle: True for training, False for evaluation.
         temperature: see `sampling_probabilities`.
-        only: the languages to use; None means all.
         load_inputs: False yields None instead of the inputs. A process that loads neither inputs nor targets keeps
             nothing of the corpus and plans nothing.
         load_targets: False yields None instead of the targets.
@@ -75,7 +74,6 @@ class TranslationLoader(EpochPosition):
         *,
         shuffle: bool,
         temperature: float = 1.0,
-        only: Collection[str] | None = None,
         load_inputs: bool = True,
         load_targets: bool = True,
         replica_index: int = 0,
@@ -83,22 +81,22 @@ class TranslationLoader(EpochPosition):
         shard_sentences: int = SHARD_SENTENCES,
     ) -> None:
         super().__init__(seed, replica_index, num_replicas)
+        if not shuffle and num_replicas > 1:
+            raise ValueError("replicas share no mini-batch of an evaluation: give each of them its own batch_numbers")
         self.languages = corpus.languages
-        for language in only or ():
-            corpus.pairs(language)
-        shown = np.array([only is None or language in only for language in self.languages])
-        if not shown.any():
-            raise ValueError("only is empty: name a language to show, or None for all")
         self._batch_size = batch_size
         self._load_inputs, self._load_targets = load_inputs, load_targets
         name = "trainer.batch_size" if shuffle else "trainer.evaluation.batch_size"
-        self._check_batch_size(name, int(corpus.longest()[shown].max()), int(corpus.num_pairs()[shown].sum()))
-        self._num_pairs = corpus.num_pairs() * shown
+        self._check_batch_size(name, int(corpus.longest().max()), len(corpus))
         self._walk: SentenceWalk | None = None
         if shuffle:
-            self._num_batches = max(1, int(corpus.num_tokens()[shown].sum()) // batch_size)
-            draws = self._mean_draws(corpus.num_tokens(), temperature)
-            self._walk = SentenceWalk(self._num_pairs, draws, seed)
+            num_pairs, num_tokens = corpus.num_pairs(), corpus.num_tokens()
+            self._num_batches = max(1, int(num_tokens.sum()) // batch_size)
+            probabilities = sampling_probabilities(num_pairs, temperature)
+            mean_tokens = probabilities @ (num_tokens / num_pairs)
+            # How many pairs of each language fill an epoch's mini-batches on average.
+            draws = np.asarray(self._num_batches * batch_size / mean_tokens * probabilities)
+            self._walk = SentenceWalk(num_pairs, draws, seed)
             most = max(1, self._num_batches // _SHARD_BATCHES)
             self._num_shards = min(most, max(1, int(np.ceil(draws.sum() / shard_sentences))))
         else:
@@ -136,14 +134,6 @@ class TranslationLoader(EpochPosition):
         if num_pairs < self._num_replicas:
             raise ValueError(f"{num_pairs} pairs are too few for {self._num_replicas} replicas: choose fewer")
 
-    def _mean_draws(self, num_tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
-        """Return the number of pairs of each language that fill an epoch's mini-batches on average."""
-        drawn = np.flatnonzero(self._num_pairs)
-        probabilities = np.zeros(len(self._num_pairs))
-        probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
-        mean_tokens = probabilities[drawn] @ (num_tokens[drawn] / self._num_pairs[drawn])
-        return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
-
     def _first_batch(self, shard: int) -> int:
         """Return the first mini-batch of a shard. Shards are equally long: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
@@ -168,8 +158,8 @@ class TranslationLoader(EpochPosition):
             stretch *= 1.05 * num_batches / max(1, len(bounds))
 
     def _plan_evaluation(self, corpus: ParallelCorpus) -> "_Shard":
-        shard = _Shard.of(corpus, [np.arange(num) for num in self._num_pairs]).sort()
-        shard.bounds = fill_last(self._cut(shard), self._num_replicas)
+        shard = _Shard.of(corpus, [np.arange(num) for num in corpus.num_pairs()]).sort()
+        shard.bounds = self._cut(shard)
         return shard
 
     def _cut(self, shard: "_Shard") -> Bounds:
@@ -204,27 +194,6 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
             bounds.append((start, end))
             start = end
     return [*bounds, (start, len(lengths))] if len(lengths) else []
-
-
-def fill_last(bounds: Bounds, least: int) -> Bounds:
-    """Give the last mini-batch at least `least` sentences; take what is missing from the one before it.
-
-    All others have that many, because batch_size is at least `least` x the longest sentence. So the last one also fits.
-
-    Raises:
-        ValueError: the last two together have too few sentences.
-    """
-    start, end = bounds[-1]
-    missing = least - (end - start)
-    if missing <= 0:
-        return bounds
-    before = bounds[-2] if len(bounds) > 1 else (start, start)
-    if before[1] - before[0] - missing < least:
-        raise ValueError(
-            f"the last {end - before[0]} sentences are too few for mini-batches of at least {least}, one per replica: "
-            "choose another batch_size, or fewer replicas"
-        )
-    return [*bounds[:-2], (before[0], start - missing), (start - missing, end)]
 
 
 @dataclass
