@@ -40,8 +40,6 @@ class EpochPosition:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, which begins with its first mini-batch."""
-        if epoch < 0:
-            raise ValueError(f"epoch {epoch} must not be negative")
         self.epoch, self.batch_numbers = epoch, None
 
     def close(self) -> None:

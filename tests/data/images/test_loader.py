@@ -299,5 +299,3 @@ def test_time_waited_for_data_is_counted(image_set: ImageArray) -> None:
 def test_settings_out_of_range_are_refused(make, settings: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make(**settings)
-    with pytest.raises(ValueError, match="epoch -1"):
-        make().set_epoch(-1)

@@ -91,9 +91,3 @@ def test_the_papers_rule_is_a_temperature_of_one_over_0_7() -> None:
 
 def test_a_cold_draw_of_very_unequal_languages_does_not_underflow() -> None:
     assert sampling_probabilities([10**9, 1], 0.01).tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match=f"temperature {temperature} must be above 0"):
-        sampling_probabilities(SIZES, temperature)

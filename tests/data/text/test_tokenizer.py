@@ -71,12 +71,6 @@ def test_a_vocabulary_that_the_lines_cannot_fill_is_refused_and_leaves_no_file(t
     assert Tokenizer(tmp_path / "a.model").sha256 == before
 
 
-def test_an_id_outside_the_vocabulary_has_no_text() -> None:
-    for number in (-1, 4000):
-        with pytest.raises(ValueError, match=f"the id {number} lies outside the vocabulary of 4000 tokens"):
-            TOKENIZER.decode([5, number])
-
-
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.model does not exist: set data.tokenizer="):
         Tokenizer(tmp_path / "none.model")

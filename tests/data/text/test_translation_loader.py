@@ -224,7 +224,6 @@ def test_waiting_is_counted(corpus: ParallelCorpus) -> None:
         ),
         ({"num_replicas": 2, "shuffle": False}, "replicas share no mini-batch of an evaluation: give each of them its"),
         ({"num_replicas": 4}, "3 pairs are too few for 4 replicas: choose fewer"),
-        ({"temperature": 0.0}, "temperature 0.0 must be above 0: 1 draws by size, more draws more evenly"),
         ({"seed": -1}, "seed -1 must not be negative"),
         ({"replica_index": 1}, "replica_index 1 must lie in 0 to num_replicas - 1 = 0"),
     ],

@@ -151,8 +151,6 @@ def open_corpus(
     check_known("split", split, SPLITS)
     source, folder = _find_row(name), check_corpus(name, root)
     chosen = _choose(name, source.languages(folder), languages)
-    if max_pairs is not None and max_pairs < 1:
-        raise ValueError(f"max_pairs {max_pairs} must be at least 1, or None for all")
     if cache is not None and not source.is_cached:
         raise ValueError(
             f"data.cache is {cache}, but the corpus {name} is small and kept in memory: leave data.cache=null"
@@ -162,9 +160,8 @@ def open_corpus(
     if source.pairs is None:
         size = _count_symbols(folder, chosen, tokenizer)
         pairs |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
-    elif tokenizer is None:
-        raise ValueError(f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns")
     else:
+        assert tokenizer is not None, "a corpus of text needs its tokenizer"
         size, encoder = tokenizer.vocabulary_size, TextEncoder(tokenizer, max_tokens)
         for each in chosen:
             if source.is_cached:
@@ -197,8 +194,6 @@ def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | 
 def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) -> list[str]:
     if languages is None:
         return list(known)
-    if not languages:
-        raise ValueError(f"data.languages is empty: name some of {_list_some(known)}, or null for all")
     for language in languages:
         if language not in known:
             quote = "write 'no' in quotes, which YAML reads as false, or " if language == "False" else ""

@@ -18,12 +18,7 @@ def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[
 
     Temperature 1 draws by size; a high one draws evenly. The paper (section 5) raises the shares to the power of 0.7:
     temperature 1 / 0.7.
-
-    Raises:
-        ValueError: the temperature is not above 0.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be above 0: 1 draws by size, more draws more evenly")
     shares = np.asarray(num_pairs, dtype=np.float64)
     weights = (shares / shares.max()) ** (1 / temperature)  # at low temperatures, undivided shares would underflow
     return np.asarray(weights / weights.sum())

@@ -77,14 +77,7 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids have no text.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
-        wrong = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
-        if wrong is not None:
-            raise ValueError(f"the id {wrong} lies outside the vocabulary of {self.vocabulary_size} tokens")
+        """Return the text of ids below the vocabulary's size; special ids have no text."""
         return str(self._processor.decode([int(number) for number in ids if number >= NUM_SPECIAL]))
 
     def pieces(self) -> list[str]:
