@@ -28,11 +28,9 @@ def make_epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Gen
 
 
 def make_walk_generator(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of a walk through a language's pairs.
+    """Return the generator of walks through languages' pairs.
 
-    Args:
-        seed: the run's seed.
-        key: (language, pass) or (language, pass, block) for an order; nothing for the starting points.
+    The key is (language, pass) or (language, pass, block) for an order, and empty for the starting points.
     """
     return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))
 

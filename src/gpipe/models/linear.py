@@ -55,11 +55,7 @@ class Softmax(nn.Linear):
 
 
 def softmax_names(layers: nn.ModuleDict) -> set[str]:
-    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes.
-
-    Args:
-        layers: some or all layers of a model, by index, such as `pipeline.layers`.
-    """
+    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes."""
     return {
         f"layers.{index}.{path}.{name}" if path else f"layers.{index}.{name}"
         for index, layer in layers.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,26 +12,6 @@ import torch
 from timm.data.config import resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What a timm model expects of images.
-
-    Attributes:
-        image_size: pixels per side.
-        center_crop: the evaluation crop's share of the shorter side or, without keep_aspect, of each side.
-        keep_aspect: whether that crop is a square; otherwise timm squashes the image.
-        interpolation: "bilinear" or "bicubic".
-        mean, std: the mean and standard deviation of each channel of pixels in [0, 1].
-    """
-
-    image_size: int
-    center_crop: float
-    keep_aspect: bool
-    interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 def check_timm_name(name: str) -> None:
@@ -52,16 +31,23 @@ def check_timm_name(name: str) -> None:
         )
 
 
-def data_settings(name: str, channels: int) -> DataSettings:
-    """Return what a model expects of images with `channels` channels; grey images get the averages over the colours."""
+def data_settings(name: str, channels: int) -> dict[str, Any]:
+    """Return the settings of images, by their names in conf/data, that a model expects for this number of channels.
+
+    Without keep_aspect, timm squashes the image. Grey images get the averages over the colours.
+    """
     found = resolve_data_config(pretrained_cfg=_describe(name).to_dict(), verbose=False)  # type: ignore[no-untyped-call]  # timm's
-    mean, std = [
-        tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
-        for values in (found["mean"], found["std"])
-    ]
-    interpolation = found["interpolation"] if found["interpolation"] == "bilinear" else "bicubic"
-    keep_aspect = found["crop_mode"] != "squash"
-    return DataSettings(found["input_size"][-1], found["crop_pct"], keep_aspect, interpolation, mean, std)
+    moments = {
+        key: list(found[key]) if len(found[key]) == channels else [sum(found[key]) / len(found[key])] * channels
+        for key in ("mean", "std")
+    }
+    return {
+        "image_size": found["input_size"][-1],
+        "center_crop": found["crop_pct"],
+        "keep_aspect": found["crop_mode"] != "squash",
+        "interpolation": "bilinear" if found["interpolation"] == "bilinear" else "bicubic",
+        **moments,
+    }
 
 
 def _describe(name: str) -> Any:

@@ -14,11 +14,7 @@ _NUM_COMPARED_TOKENS = 8
 
 
 class Logits(nn.Module):
-    """Predicts next tokens with a transformers model: int64 [n, time] -> logits [n, time, vocabulary].
-
-    Args:
-        model: takes `input_ids`, and returns `logits`.
-    """
+    """Predicts next tokens with a transformers model: int64 [n, time] -> logits [n, time, vocabulary]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Fill in the null settings that the data or the model determines."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from gpipe.config import (
@@ -79,9 +79,6 @@ def _timm_settings(name: str, data: ImagesConfig) -> dict[str, Any]:
         check_timm_name(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    own = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in asdict(data_settings(name, data.channels)).items()
-    }
+    own = data_settings(name, data.channels)
     own["interpolation"] = Interpolation(own["interpolation"])
     return {key: value for key, value in own.items() if getattr(data, key) is None}

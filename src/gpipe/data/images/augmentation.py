@@ -136,10 +136,7 @@ def evaluation_transform(
 class BytesToPixels:
     """The last step of a transform, for many images at once, on any device: a GPU then gets a quarter of the bytes.
 
-    The result is bitwise that of a transform that includes this step.
-
-    Args:
-        mean, std: as for the transform.
+    The result is bitwise that of a transform, with the same mean and std, that includes this step.
     """
 
     def __init__(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> None:

@@ -25,12 +25,7 @@ def _list_classes(folder: Path) -> list[str]:
 
 
 def check_own_folders(root: Path, share: float | None) -> None:
-    """Refuse a user's folder without two or more well-named classes, or without evaluation images from one source.
-
-    Args:
-        root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
-        share: the share of each class's images for evaluation; None if root/val has them.
-    """
+    """Refuse a user's folder without two or more well-named classes, or without evaluation images from one source."""
     refuse_two_sources(share, root / "val", "has images")
     if share is None and not all((root / name).is_dir() for name in ("train", "val")):
         raise ValueError(
@@ -69,9 +64,10 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     """List the images of a split, in the order of their paths.
 
     Args:
-        root: as in `check_own_folders`.
+        root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
         split: "train" or "test".
-        share: as in `check_own_folders`. Images are drawn by their names, so adding images moves hardly any others.
+        share: the share of each class's images for evaluation; None if root/val has them. Images are drawn by their
+            names, so adding images moves hardly any others.
     """
     if share is None:
         return open_class_folders(root, split)
@@ -111,12 +107,9 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
 def _open(
     folder: Path, class_names: Sequence[str], choose: Callable[[list[str], str], list[int]] | None = None
 ) -> ImageFiles:
-    """List the files below `folder` with an image's suffix, sorted by class, folder and name; leave out hidden ones.
+    """List the images in a folder of each class, sorted by class, folder and name; leave out hidden files.
 
-    Args:
-        folder: has a folder for each class.
-        class_names: the names of these.
-        choose: (images of a class, its name) -> the positions of those to keep; None keeps all.
+    `choose` maps the images of a class, and its name, to the positions of those to keep; None keeps all.
     """
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []

@@ -44,12 +44,7 @@ def has_several_labels(root: Path) -> bool:
 
 
 def check_own_table(root: Path, share: float | None) -> None:
-    """Refuse tables without two or more classes or evaluation images from one source, or that do not match.
-
-    Args:
-        root: has train.csv or train.parquet, and one such table called val, unless there is a share.
-        share: the share of each class's images for evaluation; None if root has a table for that.
-    """
+    """Refuse tables without two or more classes or evaluation images from one source, or that do not match."""
     table, val = _read_split(root, "train"), _find_table(root, "val")
     if val is not None:
         refuse_two_sources(share, val, "lists images")
@@ -71,10 +66,11 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     """List the images of a split, in the order of their table.
 
     Args:
-        root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
+        root: has train.csv or train.parquet, and one such table called val, unless there is a share. Paths in the
+            tables are relative to it, or absolute.
         split: "train" or "test".
-        share: as in `check_own_table`. For images with several labels each, it is a share of all images. All rows of an
-            image are in one split, whatever their labels and however they spell its path.
+        share: the share of each class's images for evaluation, or of all images if they have several labels each; None
+            if root has a table for that. All rows of an image are in one split, however they spell its path.
     """
     train = _read_split(root, "train")
     classes = train.classes

@@ -10,12 +10,7 @@ from gpipe.data.images.image_set import ImageSet
 
 
 class ImageSubset:
-    """Some images of a set, in a given order.
-
-    Args:
-        image_set: the whole set.
-        positions: indices of its images, integers [n].
-    """
+    """The images of a set at these positions, integers [n], in this order."""
 
     def __init__(self, image_set: ImageSet, positions: NDArray[np.int64]) -> None:
         self._image_set, self._positions = image_set, positions
@@ -31,14 +26,10 @@ class ImageSubset:
 
 
 def order_by_class(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return the positions of all images in the order of a stratified choice.
+    """Return the positions of all images, whose classes are `labels` [n], in the order of a stratified choice.
 
     The images of each class are shuffled. Then each class gives one image in turn, while it has any. So the first n
     images are as balanced over the classes as possible, for every n.
-
-    Args:
-        labels: the class of each image, [n].
-        seed: the seed of the choice.
     """
     draw = random.Random(f"labelled images {seed}")  # noqa: S311 - no secret
     ranks = np.empty(len(labels), dtype=np.int64)

@@ -29,13 +29,7 @@ def pair_forms(
 
     A form that serves for one thing but not for two belongs to the English singular. Every other form (two, few, many,
     and the only form of Japanese) belongs to the English plural. Placeholders such as %(name)s stay: a translation must
-    carry them over.
-
-    Args:
-        english: the singular.
-        english_plural: None for an entry without plural forms.
-        forms: index -> translation.
-        rule: what `parse_plural_rule` returns.
+    carry them over. An entry without plural forms has no `english_plural`; `forms` maps indices to translations.
     """
     for index, form in sorted(forms.items()):
         singular = english_plural is None or (index == rule(1) and index != rule(2))

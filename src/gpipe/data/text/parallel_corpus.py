@@ -26,13 +26,7 @@ class Skipped(dict[str, tuple[int, str]]):
 
 
 class LanguagePairs:
-    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`.
-
-    Args:
-        sources: the sentences of the language.
-        targets: the same sentences in the target language.
-        skipped: the pairs that were left out.
-    """
+    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`."""
 
     def __init__(self, sources: Sentences, targets: Sentences, skipped: Skipped | None = None) -> None:
         self.sources, self.targets, self.skipped = sources, targets, skipped or Skipped()
@@ -130,13 +124,7 @@ class ParallelCorpus:
         ]
 
     def pad(self, side: str, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return one side of pairs by their numbers, int64 [len(numbers), width], padded on the right.
-
-        Args:
-            side: "sources" or "targets".
-            numbers: those of the pairs.
-            width: the length of the longest, or more.
-        """
+        """Return a side ("sources", "targets") of pairs by number, int64 [len(numbers), width], padded on the right."""
         batch = np.empty((len(numbers), width), np.int64)
         languages = self.language_numbers(numbers)
         for language in np.unique(languages):

@@ -89,12 +89,7 @@ def open_text(cache: Path, root: Path, split: str, language: str, tokenizer: Tok
 
 
 class TextEncoder:
-    """Encodes lines as token ids; leaves out and counts pairs that are too long or have an empty side.
-
-    Args:
-        tokenizer: the tokenizer of both sides.
-        max_tokens: the most tokens of a sentence on either side, END included.
-    """
+    """Encodes lines as token ids; leaves out and counts pairs that have an empty side, or over max_tokens with END."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._tokenizer = tokenizer

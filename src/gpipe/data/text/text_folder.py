@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import walk
-from gpipe.data.images.image_set import SPLITS, is_hidden
-from gpipe.data.location import DataMissing, Location, check_known, find_training_folder, refuse_two_sources
+from gpipe.data.images.image_set import is_hidden
+from gpipe.data.location import DataMissing, Location, find_training_folder, refuse_two_sources
 from gpipe.data.text.parallel_text import read_lines
 from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
@@ -32,12 +32,7 @@ or, with data.validation_share=0.1,
 
 
 class TextSequences:
-    """Sequences of a text: sequence i has the tokens from i x length on, as many as the length, and one more.
-
-    Args:
-        tokens: ids [n], such as those of a file mapped into memory.
-        sequence_length: the number of tokens that a model reads.
-    """
+    """Sequences of a text, ids [n]: sequence i has the tokens from i x sequence_length on, and one more."""
 
     def __init__(self, tokens: NDArray[np.int32], sequence_length: int) -> None:
         self._tokens, self._length = tokens, sequence_length
@@ -98,7 +93,6 @@ def open_text_folder(
     Raises:
         DataMissing, ValueError: as for `check_text_folder`; or a file is not UTF-8, or the text is too short.
     """
-    check_known("split", split, SPLITS)
     folder = check_text_folder(root, share)
     paths = sorted(_files(find_training_folder(folder) if share is not None else folder / _FOLDERS[split]))
     tokens = _read_cached(folder, paths, tokenizer, share, split)
