@@ -19,7 +19,7 @@ REFUSED = {"quantised", "sometimes", "experts", "backward hook"}  # they look at
 
 
 def describe(kind: str, autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return the profiles of three equal layers, and their heights, or why there are none."""
+    """Return the profiles of two equal layers and the loss, or why there are none."""
     example = torch.zeros(4, LENGTH, SIZE), torch.zeros(4, dtype=torch.long)
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -27,10 +27,9 @@ def describe(kind: str, autocast: Callable[[], AbstractContextManager[Any]]) -> 
         return torch.nn.functional.cross_entropy(logits.reshape(4, -1)[:, :NUM_CLASSES], targets)
 
     try:
-        found = profile_layers(build([kind] * 3), loss, example, autocast=autocast)
+        return profile_layers(build([kind] * 2), loss, example, autocast=autocast)
     except ValueError as refusal:
         return str(refusal)
-    return [(one, one.heights) for one in found]
 
 
 def autocast_bfloat16() -> torch.autocast:

@@ -51,12 +51,6 @@ class LayerTiming(NamedTuple):
     seconds: LayerSeconds
     update: float = 0.0
 
-    @classmethod
-    def median(cls, several: Sequence[LayerTiming]) -> LayerTiming:
-        """Return the median of each figure."""
-        seconds = LayerSeconds(*map(median, zip(*(one.seconds for one in several), strict=True)))
-        return cls(seconds, median(one.update for one in several))
-
 
 def measure_layers(
     layers: nn.Sequential, example: Any, *, repeats: int = 5, on_layer: Callable[[float], None] | None = None
@@ -218,8 +212,10 @@ class LayerTimer:
         norms: Sequence[MicroBatchNorm] = (),
         end_step: Callable[[], None] | None = None,
     ) -> tuple[LayerTiming, Payload]:
+        """Return the medians of the rounds that count, and the outputs without a graph."""
         rounds = [self._run_round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
-        return LayerTiming.median([timing for timing, _ in rounds]), rounds[-1][1]
+        seconds = LayerSeconds(*map(median, zip(*(timing.seconds for timing, _ in rounds), strict=True)))
+        return LayerTiming(seconds, median(timing.update for timing, _ in rounds)), rounds[-1][1]
 
     def _run_round(
         self,

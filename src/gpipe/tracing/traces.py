@@ -60,7 +60,7 @@ class Traces:
         """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
         if (decision := self.tracers[0].decision) is not None:
             graph, tracer, _ = self._record(training=False)
-            if not self._has_same_operations(graph, tracer):
+            if not are_equal(self.graphs[0], graph, (self.tracers[0], tracer)):
                 raise explain(self._model, decision, "decides by self.training")
 
     def refuse_sizes(self) -> None:
@@ -92,7 +92,4 @@ class Traces:
 
     def _is_same(self, graph: fx.Graph, tracer: Tracer) -> bool:
         is_read_alike = tracer.sizes_read() == self.tracers[0].sizes_read()
-        return is_read_alike and self._has_same_operations(graph, tracer)
-
-    def _has_same_operations(self, graph: fx.Graph, tracer: Tracer) -> bool:
-        return are_equal(self.graphs[0], graph, (self.tracers[0], tracer))
+        return is_read_alike and are_equal(self.graphs[0], graph, (self.tracers[0], tracer))
