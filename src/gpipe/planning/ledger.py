@@ -83,7 +83,6 @@ class Ledger(TorchDispatchMode):
         self._aside_bytes = 0  # their sum
         self._to_wait: set[int] = set()  # living storages that would be held for longer
         self._waiting_bytes = 0  # of those that have died
-        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what autocast keeps
 
     @property
     def peak_bytes(self) -> int:
@@ -136,7 +135,9 @@ class Ledger(TorchDispatchMode):
         if not outputs:
             return result
         if self._is_conversion(func, args[:1], outputs[0]):
-            self._set_elsewhere(outputs[0].untyped_storage())
+            storage = outputs[0].untyped_storage()
+            self._elsewhere.add(storage._cdata)
+            weakref.finalize(storage, self._elsewhere.discard, storage._cdata)
             self.converted_bytes += outputs[0].nbytes
             return result
         if self._measured is not None and not func.is_view and any(True for _ in find_tensors((args, kwargs))):
@@ -160,16 +161,6 @@ class Ledger(TorchDispatchMode):
         if func is not _aten._to_copy.default or result.dtype != self._converted or not source[0].requires_grad:
             return False
         return source[0].untyped_storage()._cdata in self._elsewhere
-
-    def _set_elsewhere(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-
-        def free(_: Any) -> None:
-            self._elsewhere.discard(key)
-            self._kept.pop(key, None)
-
-        self._elsewhere.add(key)
-        self._kept[key] = weakref.ref(storage, free)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
