@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -99,22 +100,18 @@ _G = 1e9
 # started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
 # microseconds per operation; we assume 10 on any host. The host runs ahead of a busy GPU, so a layer takes the GPU's
 # time or the host's, whichever is longer: only small layers wait for the host.
-_HOST_SECONDS = 10e-6
+_gpu = partial(Accelerator, operation_seconds=10e-6, starts_ahead=True)
 _ALL = (
     Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 23 * _T, 350 * _G, 62 * _G, 0.0, starts_ahead=True),
     Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G, 0.0, starts_ahead=True),
-    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 0.18 * _T, 346 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 18.7 * _T, 732 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 125 * _T, 900 * _G, 150 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator(
-        "a100_40gb", 40 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 1555 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True
-    ),
-    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator(
-        "h100_pcie", 80 * GIB, 51 * _T, 756 * _T, 756 * _T, 2000 * _G, 24 * _G, _HOST_SECONDS, starts_ahead=True
-    ),
-    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
+    _gpu("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 0.18 * _T, 346 * _G, 6 * _G),
+    _gpu("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 18.7 * _T, 732 * _G, 6 * _G),
+    _gpu("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 125 * _T, 900 * _G, 150 * _G),
+    _gpu("a100_40gb", 40 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 1555 * _G, 300 * _G),
+    _gpu("a100", 80 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 2039 * _G, 300 * _G),
+    _gpu("h100_pcie", 80 * GIB, 51 * _T, 756 * _T, 756 * _T, 2000 * _G, 24 * _G),
+    _gpu("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G),
+    _gpu("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G),
     Accelerator(
         "cpu",
         16 * GIB,
