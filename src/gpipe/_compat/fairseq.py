@@ -14,17 +14,19 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module  # noqa: TID251 - fairseq can only be imported behind this guard
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from hydra.core.config_store import ConfigStore
 
 VERSION = "0.12.2"
 INSTALL = f"python -m pip install --no-deps fairseq=={VERSION}"
 _PACKAGES = ("fairseq", "fairseq_cli")  # one installation brings both
+_dataclass: Any = dataclasses.dataclass
 
 
 class FairseqMissing(ImportError):
@@ -43,9 +45,14 @@ def import_fairseq(module: str = "fairseq") -> ModuleType:
     if module in sys.modules:
         return sys.modules[module]
     import_module("torch")  # first, so that its own dataclasses stay as they are
-    before = set(sys.modules)
+    before, store = set(sys.modules), ConfigStore.instance()
     try:
-        with _hashable_dataclasses(), _separate_config_store(), _untouched_logging(), warnings.catch_warnings():
+        with (
+            patch.object(dataclasses, "dataclass", _hashable_dataclass),
+            patch.object(store, "repo", copy.deepcopy(store.repo)),
+            _untouched_logging(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             return import_module(module)
     except BaseException as error:
@@ -62,34 +69,14 @@ def import_fairseq(module: str = "fairseq") -> ModuleType:
         raise
 
 
-@contextmanager
-def _hashable_dataclasses() -> Iterator[None]:
-    original: Callable[..., Any] = dataclasses.dataclass
+def _hashable_dataclass(cls: type | None = None, /, **options: Any) -> Any:
+    """Return what dataclasses.dataclass does, but hashable if it is fairseq's."""
 
-    def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-        def decorate(cls: type) -> type:
-            hashable = {"unsafe_hash": True} if cls.__module__.startswith("fairseq") else {}
-            decorated: type = original(cls, **(options | hashable))
-            return decorated
+    def decorate(cls: type) -> Any:
+        hashable = {"unsafe_hash": True} if cls.__module__.startswith("fairseq") else {}
+        return _dataclass(cls, **(options | hashable))
 
-        return decorate if cls is None else decorate(cls)
-
-    dataclasses.dataclass = dataclass
-    try:
-        yield
-    finally:
-        dataclasses.dataclass = original
-
-
-@contextmanager
-def _separate_config_store() -> Iterator[None]:
-    store = ConfigStore.instance()
-    original = store.repo
-    store.repo = copy.deepcopy(original)
-    try:
-        yield
-    finally:
-        store.repo = original
+    return decorate if cls is None else decorate(cls)
 
 
 @contextmanager

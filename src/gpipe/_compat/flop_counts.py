@@ -15,11 +15,7 @@ _aten = torch.ops.aten
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the FLOPs of the operations inside.
-
-    Attributes:
-        total: the FLOPs counted so far.
-    """
+    """Counts the total FLOPs of the operations inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
