@@ -6,7 +6,7 @@ is described in seconds, and nothing is allocated. A partition's figures are sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -219,34 +219,12 @@ def profile_layers(
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    sizes, offsets = [profile.input_bytes for profile in found], [list(_list_offsets(profile)) for profile in found]
-    whole = shortened.expand(found, sizes, offsets, _move)
+    whole = shortened.expand(found)
     if whole is None:
         whole = _profile(list(layers), loss, example, autocast, measured, training=training)
     counts = count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
-
-
-def _list_offsets(profile: LayerProfile) -> Iterator[int]:
-    """Yield the offsets to other layers that a profile contains."""
-    for one in profile.inputs:
-        yield from (offset for offset in (one.made_by, one.freed_by, one.kept_by) if offset is not None)
-    yield from (one.made_by for one in profile.arrivals)
-
-
-def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
-    """Return the profile with other offsets; itself if they are the same."""
-    if list(offsets) == list(_list_offsets(profile)):
-        return profile
-    moved = iter(offsets)
-    inputs = []
-    for one in profile.inputs:
-        made_by, *ends = (None if offset is None else next(moved) for offset in one[1:])
-        assert made_by is not None
-        inputs.append(Input(one.size, made_by, *ends))
-    arrivals = tuple(one._replace(made_by=next(moved)) for one in profile.arrivals)
-    return replace(profile, inputs=tuple(inputs), arrivals=arrivals)
 
 
 def count_tied_parameters(layers: nn.Sequential) -> list[int]:

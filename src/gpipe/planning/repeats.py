@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from gpipe.pipeline.structure import structure
+from gpipe.planning.observed_model import Input
 
-_Item = TypeVar("_Item")
+if TYPE_CHECKING:
+    from gpipe.planning.profile import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -41,32 +43,21 @@ class Shortened:
                 counts += [1] * len(members)
         return cls(chosen, counts)
 
-    def expand(
-        self,
-        found: Sequence[_Item],
-        input_bytes: Sequence[int],
-        offsets: Sequence[Sequence[int]],
-        move: Callable[[_Item, Sequence[int]], _Item],
-    ) -> list[_Item] | None:
-        """Return the items for each layer of the whole model, and for what follows the last.
+    def expand(self, found: Sequence[LayerProfile]) -> list[LayerProfile] | None:
+        """Return the profile of each layer of the whole model, and of the loss, from those of the shortened one.
 
         Return None if they cannot be derived: the layers of a run must take and return the same sizes, or their inputs
         would differ. And it must be clear which layers they name, such as those that made their inputs.
-
-        Args:
-            found: the items of the shortened model.
-            input_bytes: of each layer.
-            offsets: of each layer, to the layers that it names.
-            move: (an item, its offsets in the whole model) -> the item there.
         """
+        offsets = [list(_list_offsets(profile)) for profile in found]
         counts = self.counts + [1] * (len(found) - len(self.counts))
         starts = list(accumulate(counts, initial=0))
-        items = []
+        profiles = []
         for index, count in enumerate(counts):
             named = [self._find_named(index, number, offsets) for number in range(len(offsets[index]))]
             if None in named:
                 return None
-            if count > 1 and len(set(input_bytes[index - 1 : index + 2])) > 1:
+            if count > 1 and len({profile.input_bytes for profile in found[index - 1 : index + 2]}) > 1:
                 return None
             for place in range(starts[index], starts[index] + count):
                 moved = []
@@ -75,8 +66,8 @@ class Shortened:
                         moved.append(offset if target is None else -1 - place)
                     else:
                         moved.append(starts[target] + (counts[target] - 1) * (target < index) - place)
-                items.append(move(found[index], moved))
-        return items
+                profiles.append(_move(found[index], moved))
+        return profiles
 
     def _find_named(self, index: int, number: int, offsets: Sequence[Sequence[int]]) -> tuple[int | None] | None:
         """Return what a layer's offset means: (None,) for one relative to it, (a layer,), or None if unclear."""
@@ -101,3 +92,24 @@ class Shortened:
     def _find_run(self, index: int) -> int | None:
         """Return the layer that stands for several in the run that a layer is in; None if it is in no run."""
         return next((i for i in range(index - 1, index + 2) if 0 <= i < len(self.counts) and self.counts[i] > 1), None)
+
+
+def _list_offsets(profile: LayerProfile) -> Iterator[int]:
+    """Yield the offsets to other layers that a profile contains."""
+    for one in profile.inputs:
+        yield from (offset for offset in (one.made_by, one.freed_by, one.kept_by) if offset is not None)
+    yield from (one.made_by for one in profile.arrivals)
+
+
+def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
+    """Return the profile with other offsets; itself if they are the same."""
+    if list(offsets) == list(_list_offsets(profile)):
+        return profile
+    moved = iter(offsets)
+    inputs = []
+    for one in profile.inputs:
+        made_by, *ends = (None if offset is None else next(moved) for offset in one[1:])
+        assert made_by is not None
+        inputs.append(Input(one.size, made_by, *ends))
+    arrivals = tuple(one._replace(made_by=next(moved)) for one in profile.arrivals)
+    return replace(profile, inputs=tuple(inputs), arrivals=arrivals)
