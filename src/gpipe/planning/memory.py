@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ class StageMemory:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """All sizes that depend on tasks, in a fixed order."""
-        return _get_sizes(self)
+        return tuple(getattr(self, name) for name in _PER_STAGE)
 
 
 class StateRatios(NamedTuple):
@@ -259,7 +258,6 @@ _PEAKS = {  # of tasks that make gradients, if the stage already has them
     Kind.INPUT_GRADIENTS: "split_peak_bytes",
     Kind.WEIGHT_GRADIENTS: "weights_peak_bytes",
 }
-_get_sizes = attrgetter(*_PER_STAGE)
 
 
 @dataclass(frozen=True)
