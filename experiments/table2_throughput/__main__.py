@@ -24,7 +24,7 @@ from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import Record, make_record
-from gpipe.training.optimizers import rmsprop
+from gpipe.training.optimizers import build_optimizer
 from reproductions.table2_throughput import tables as table2
 from reproductions.table3_slow_links import tables as table3
 
@@ -103,7 +103,7 @@ def make_results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: s
 def make_records(options: argparse.Namespace) -> dict[str, list[Record]]:
     """Measure, and return the records by the reproduction that they belong to."""
     device = torch.device(options.device)
-    timer = LayerTimer(device, options.rounds, partial(rmsprop, lr=1e-6))
+    timer = LayerTimer(device, options.rounds, partial(build_optimizer, "rmsprop", lr=1e-6))
     studies = make_studies(is_small=options.small)
     if not options.plan_only:
         for study in track([study for models in studies.values() for study in models], "models timed"):

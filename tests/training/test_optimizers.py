@@ -8,7 +8,6 @@ from gpipe.training.optimizers import (
     build_optimizer,
     load_optimizer_state,
     optimizer_state,
-    rmsprop,
     set_learning_rate,
 )
 
@@ -34,7 +33,7 @@ def set_gradients(module: nn.Module, seed: int) -> None:
 
 def test_rmsprop_is_tensorflows_with_epsilon_inside_the_root() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    optimizer = rmsprop([("layers.0.bias", parameter)], 0.1, decay=0.9, momentum=0.8, epsilon=0.5)
+    optimizer = build_optimizer("rmsprop", [("layers.0.bias", parameter)], 0.1, decay=0.9, momentum=0.8, epsilon=0.5)
     value, square, buffer = parameter.detach().clone(), torch.ones(2).double(), torch.zeros(2).double()
     for gradient in (torch.tensor([0.3, 4.0]).double(), torch.tensor([-1.0, 0.5]).double()):
         parameter.grad = gradient.clone()

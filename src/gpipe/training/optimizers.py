@@ -10,73 +10,41 @@ import gpipe._compat.torchvision  # noqa: F401  (must come before timm, which im
 
 from timm.optim.rmsprop_tf import RMSpropTF  # isort: skip
 
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
+Groups = list[dict[str, Any]]
 
 
-def rmsprop(
-    named_parameters: NamedParameters,
-    lr: float,
-    *,
-    decay: float = 0.9,
-    momentum: float = 0.9,
-    epsilon: float = 1.0,
-    weight_decay: float = 0.0,
-    on_gpus: bool | None = None,
+def _rmsprop(
+    groups: Groups, lr: float, at_once: bool, *, decay: float = 0.9, momentum: float = 0.9, epsilon: float = 1.0
 ) -> torch.optim.Optimizer:
     """Build TensorFlow's RMSProp: epsilon is inside the root, and the mean square starts at one.
 
     The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
     """
-    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
     for group in groups:  # not an argument, because timm before 1.0.31 lacks it and updates parameter by parameter
         group["foreach"] = at_once
     return RMSpropTF(groups, lr=lr, alpha=decay, eps=epsilon, momentum=momentum)
 
 
-def sgd(
-    named_parameters: NamedParameters,
-    lr: float,
-    *,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    on_gpus: bool | None = None,
-) -> torch.optim.Optimizer:
+def _sgd(groups: Groups, lr: float, at_once: bool, *, momentum: float = 0.9) -> torch.optim.Optimizer:
     """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0); fused on GPUs."""
-    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=at_once)
 
 
-def adamw(
-    named_parameters: NamedParameters,
-    lr: float,
-    *,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.0,
-    on_gpus: bool | None = None,
+def _adamw(
+    groups: Groups, lr: float, at_once: bool, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
 ) -> torch.optim.Optimizer:
     """Build Adam with decoupled weight decay; fused on GPUs."""
-    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=at_once)
 
 
-def adafactor(
-    named_parameters: NamedParameters,
-    lr: float,
-    *,
-    decay: float = 0.8,
-    epsilon: float = 1e-3,
-    clip_threshold: float = 1.0,
-    weight_decay: float = 0.0,
-    on_gpus: bool | None = None,
+def _adafactor(
+    groups: Groups, lr: float, at_once: bool, *, decay: float = 0.8, epsilon: float = 1e-3, clip_threshold: float = 1.0
 ) -> torch.optim.Optimizer:
     """Build Adafactor (Shazeer and Stern 2018), which keeps a row and a column of mean squares for each kernel.
 
     The step size is min(lr, 1 / sqrt(steps)) x max(epsilon, root mean square of the parameter). `decay` is the exponent
     of the mean squares' decay. An update with a root mean square above `clip_threshold` is scaled down to it.
     """
-    groups, at_once = _make_groups(named_parameters, weight_decay, on_gpus)
     # Without `foreach`, torch updates parameter by parameter even on GPUs.
     return torch.optim.Adafactor(
         groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold, foreach=at_once
@@ -84,44 +52,41 @@ def adafactor(
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    make.__name__: make for make in (rmsprop, sgd, adamw, adafactor)
-}
+    "rmsprop": _rmsprop, "sgd": _sgd, "adamw": _adamw, "adafactor": _adafactor,
+}  # fmt: skip
 
 
 def build_optimizer(
-    name: str, named_parameters: NamedParameters, lr: float, *, on_gpus: bool | None = None, **settings: float
+    name: str,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    on_gpus: bool | None = None,
+    **settings: float,
 ) -> torch.optim.Optimizer:
     """Build the optimiser called `name`, one of OPTIMIZERS.
 
-    Frozen parameters (requires_grad False) are left out.
+    Frozen parameters (requires_grad False) are left out. Kernels decay, but not one-dimensional biases and norms.
 
     Args:
         name: the optimiser's name.
         named_parameters: (name, parameter) pairs.
         lr: the learning rate.
+        weight_decay: the decay of kernels.
         on_gpus: whether to update all parameters with few kernels, as on GPUs; None does if they are on GPUs.
         settings: the function's other keyword arguments.
-    """
-    return OPTIMIZERS[name](named_parameters, lr, on_gpus=on_gpus, **settings)
-
-
-def _make_groups(
-    named_parameters: NamedParameters, weight_decay: float, on_gpus: bool | None
-) -> tuple[list[dict[str, Any]], bool]:
-    """Split parameters into kernels, which decay, and one-dimensional biases and norms, which do not.
-
-    Also return whether to update all at once: `on_gpus` or, if it is None, whether all are on GPUs.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]
     others = [(name, parameter) for name, parameter in trained if parameter.ndim <= 1]
-    groups: list[dict[str, Any]] = [
+    groups: Groups = [
         {"params": part, "weight_decay": decay} for part, decay in ((kernels, weight_decay), (others, 0.0)) if part
     ]
-    if on_gpus is None:
-        on_gpus = bool(trained) and all(parameter.is_cuda for _, parameter in trained)
     # torch refuses an empty list, and an empty group beside others; a stage without parameters still has an optimiser.
-    return groups or [{"params": [], "weight_decay": 0.0}], on_gpus
+    groups = groups or [{"params": [], "weight_decay": 0.0}]
+    at_once = bool(trained) and all(parameter.is_cuda for _, parameter in trained) if on_gpus is None else on_gpus
+    return OPTIMIZERS[name](groups, lr, at_once, **settings)
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
