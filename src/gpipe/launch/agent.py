@@ -3,9 +3,10 @@
 import multiprocessing
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing import active_children
@@ -19,8 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Mult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gpipe._compat.fork_server import kill_fork_server
+from gpipe.launch import stops
 from gpipe.launch.rendezvous import OneHost
-from gpipe.launch.stops import environment_variable
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 3  # for a process that ignores SIGTERM
@@ -58,14 +59,8 @@ class Agent(LocalElasticAgent):
     torch's own agent ends the other processes by SIGTERM as soon as one has failed, before they can report what that
     one was doing. It waits 30 s for a stopped process, and forever for one that has exited with status 0.
 
-    Args:
-        entrypoint: called as entrypoint(*args) in each process.
-        args: its arguments.
-        num_processes: how many processes to start.
-        max_restarts: how many restarts are allowed.
-        logs: a folder for the agent.
-        error_file: where a process that fails writes the reason.
-        start_method: multiprocessing's start method.
+    Each process calls entrypoint(*args), and writes the reason to `error_file` if it fails. `logs` is a folder for the
+    agent.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class Agent(LocalElasticAgent):
             What the processes returned, by rank; or, if the last try failed, how its first process ended.
         """
         # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
-        with environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
+        with stops.environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
             result = self.run()
         if self._first_end is not None:
             return self._first_end[0]
@@ -173,6 +168,24 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
     kill_fork_server()  # the program may have started one, with other modules and another environment
     multiprocessing.set_forkserver_preload(["gpipe.launch.paused_collection", *modules])
     try:
+        _await_fork_server()
         yield "forkserver"
     finally:
         kill_fork_server()  # the next run of this process has another environment and another output
+
+
+def _await_fork_server() -> None:
+    """Wait until the fork server has loaded, which takes seconds; exit if asked to stop meanwhile."""
+    idle = multiprocessing.get_context("forkserver").Process(daemon=True)
+
+    def start() -> None:
+        with suppress(OSError, EOFError):  # asked to stop; or it failed, which the processes will report
+            idle.start()
+
+    loading = threading.Thread(target=start, daemon=True)
+    loading.start()
+    while loading.is_alive():
+        loading.join(_POLL_SECONDS)
+        stops.exit_before_start(stops.find_reason())
+    if idle.pid is not None:
+        idle.join()

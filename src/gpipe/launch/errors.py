@@ -22,15 +22,26 @@ _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
 # Hydra's messages.
 _UNKNOWN = re.compile(r"Could not override '(?P<key>[^']+)'")
-_AMBIGUOUS = re.compile(r"Ambiguous value for argument '\+*([^=]+)=(.*)'\n")
-_CHOSEN = re.compile(r"Multiple values for ([^.]+)\.")
 _ABSENT = re.compile(
     r"(In '[^']+': )?Could not (find|load) '(?P<group>[^']+)/(?P<name>[^'/]*)'\.?\n"
     r"(\nAvailable options in '[^']+':\n(?P<there>[^:]*))?\n?Config search path"
 )
-_NO_MAIN_FILE = re.compile(r"Cannot find primary config '([^']*)'")
-_NO_MAIN_FOLDER = re.compile(r"Primary config directory not found\.\nCheck that the config directory '(.*)' exists")
-_NO_PARENT = re.compile(r"In '([^']*)': Could not load '([^'/]*)'")
+# Those that need no more than other words.
+_SENTENCES = {
+    r"Ambiguous value for argument '\+*([^=]+)=(.*)'\n":
+        "{0} has the values {1}: add -m for a run with each, write '{0}=[{1}]' for a list, or \"{0}='{1}'\" for a "
+        "text.",
+    r"Multiple values for ([^.]+)\.": "{0} is chosen already: write {0}=..., without a plus.",
+    r"Cannot find primary config '(.*?)(?:\.yaml)?'":
+        "--config-name is {0}, but neither conf/ nor the folder of --config-dir has a file {0}.yaml: correct the name, "
+        "or leave --config-name out.",
+    r"Primary config directory not found\.\nCheck that the config directory '(.*)' exists":
+        "--config-path is {0}, which is not a folder: correct it, or leave --config-path out.",
+    # A misspelt parent, or a file of another program.
+    r"In '([^']*)': Could not load '([^'/]*)'":
+        "{0}.yaml inherits from {1}, which this program does not have: correct its defaults list, or leave out what "
+        "chose it, such as --config-name.",
+}  # fmt: skip
 
 
 @contextmanager
@@ -120,13 +131,12 @@ def _wait_for_teller(folder: Path | None) -> None:
 
 def _is_first_to_report() -> bool:
     """Return whether no other process of this host and this try has reported an error."""
-    try:
-        if (first := _find_first_report()) is not None:
-            first.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # unknown: better twice than never
+    if (first := _find_first_report()) is None:
         return True
+    try:
+        first.touch(exist_ok=False)
+    except OSError as error:  # on a full disk it is unknown: better twice than never
+        return not isinstance(error, FileExistsError)
     return True
 
 
@@ -170,27 +180,12 @@ def _explain_override(error: Exception, message: str) -> str | None:
         quoted = value.replace("'", r"\'")
         as_text = f"correct it, or write \"{key}='{quoted}'\", with both kinds of quotes"
         return f"{word} cannot be read: {as_text}." if is_set else f"{word} has no value: write {word}=... ."
-    if ambiguous := _AMBIGUOUS.match(message):
-        key, values = ambiguous.groups()
-        others = f"write '{key}=[{values}]' for a list, or \"{key}='{values}'\" for a text"
-        return f"{key} has the values {values}: add -m for a run with each, {others}."
+    for pattern, sentence in _SENTENCES.items():
+        if found := re.match(pattern, message):
+            return sentence.format(*found.groups())
     if absent := _ABSENT.match(message):
         there = f", expected one of {', '.join(absent['there'].split())}" if absent["there"] else ""
         return f"{absent['group']}={absent['name']} is unknown{there}: correct its name."
-    if main_file := _NO_MAIN_FILE.match(message):
-        name = main_file[1].removesuffix(".yaml")
-        return (
-            f"--config-name is {name}, but neither conf/ nor the folder of --config-dir has a file {name}.yaml: "
-            "correct the name, or leave --config-name out."
-        )
-    if orphan := _NO_PARENT.match(message):  # a misspelt parent, or a file of another program
-        file, parent = orphan.groups()
-        remedy = "correct its defaults list, or leave out what chose it, such as --config-name"
-        return f"{file}.yaml inherits from {parent}, which this program does not have: {remedy}."
-    if folder := _NO_MAIN_FOLDER.match(message):
-        return f"--config-path is {folder[1]}, which is not a folder: correct it, or leave --config-path out."
-    if chosen := _CHOSEN.match(message):
-        return f"{chosen[1]} is chosen already: write {chosen[1]}=..., without a plus."
     if unknown := _UNKNOWN.match(message):
         if "No match in the defaults list" in message:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."

@@ -11,10 +11,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +37,6 @@ from gpipe.launch.scratch import scratch_folder
 _START_FACTOR = 2.0
 # The first process times out before the others, because it knows which processes are missing.
 _FIRST_FACTOR = 1.2
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -80,21 +78,17 @@ class Place:
         """Return the first process's value on every process; every process calls it, once per name."""
         return self.share_each(name, 1, lambda tell: tell(value))[0]
 
-    def collect(self, name: str, value: str) -> list[str]:
-        """Return the values of all processes, in their order; every process calls it, once per name."""
-        if self.mesh is None:
-            return [value]
-        store = PrefixStore(f"collected/{name}", default_store())
-        store.set(str(dist.get_rank()), value)
-        return [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
-
     def heed_stop(self, moment: str) -> None:
         """Exit with status 75 if any process is asked to stop; every process calls it, once per moment of the start.
 
         What follows takes seconds, which would be wasted.
         """
-        asked = filter(None, self.collect(f"stop when {moment}", stops.find_reason() or ""))
-        stops.exit_before_start(next(asked, None), speaks=self.is_main)
+        asked = [stops.find_reason() or ""]
+        if self.mesh is not None:
+            store = PrefixStore(f"stop when {moment}", default_store())
+            store.set(str(self.rank), asked[0])
+            asked = [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
+        stops.exit_before_start(next(filter(None, asked), None), speaks=self.is_main)
 
     def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
         """Return `count` values, which the first process makes one by one, on every process; every process calls it.
@@ -196,7 +190,6 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         choose_start_method(processes.modules) as method,
         _silence_agent(),
     ):
-        _await_fork_server(method)
         note = Path(logs) / "stop"
         stops.listen().forward_to(note)
         everything = function, processes, args, note
@@ -217,38 +210,13 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         raise SystemExit(stops.STOPPED)
 
 
-def _await_fork_server(method: str) -> None:
-    """Wait until the fork server has loaded, which takes seconds; exit if asked to stop meanwhile."""
-    if method != "forkserver":
-        return
-    copy = multiprocessing.get_context("forkserver").Process(daemon=True)  # which does nothing
-
-    def start() -> None:
-        with suppress(OSError, EOFError):  # asked to stop; or it failed, which the processes will report
-            copy.start()
-
-    loading = threading.Thread(target=start, daemon=True)
-    loading.start()
-    while loading.is_alive():
-        loading.join(_POLL_SECONDS)
-        stops.exit_before_start(stops.find_reason())
-    if copy.pid is not None:
-        copy.join()
-
-
 def _work(
     function: Callable[..., None], processes: Processes, args: tuple[Any, ...], note: Path | None = None
 ) -> int | None:
     """Join the group, call the function and leave the group, in one of several processes.
 
-    Args:
-        function: the function to call.
-        processes: how each process is set up.
-        args: further arguments of the function.
-        note: the file to which the process that started this one forwards requests to stop; None for torchrun's.
-
-    Returns:
-        The exit status 75 if this process stopped on request, which is not a failure; else None.
+    `note` is the file to which the process that started this one forwards requests to stop; None for torchrun's. The
+    result is the exit status 75 if this process stopped on request, which is not a failure; else None.
     """
     # A forked process began when it was forked.
     began = BEGAN if note is None else time.monotonic()
@@ -310,11 +278,7 @@ def _compute_patience(timeout_seconds: float, began: float) -> float:
 
 
 def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
-    """Wait for all processes; return the store that they share, this process's rank, and their number.
-
-    Raises:
-        TimeoutError: a process did not join in time.
-    """
+    """Wait for all processes; return the store that they share, this process's rank, and their number."""
     seconds = _compute_patience(timeout_seconds, began)
     is_first = os.environ["RANK"] == "0"
     try:
@@ -362,14 +326,10 @@ def _exit_now(end: SystemExit) -> NoReturn:
 
 @contextmanager
 def _silence_agent() -> Iterator[None]:
-    """Silence the agent's log, which repeats a worker's error several times."""
-    loud = ("torch.distributed", "torch.multiprocessing")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(loud)]
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    """Log nothing while the body runs: the agent repeats a worker's error several times."""
+    before = logging.root.manager.disable
+    logging.disable()
     try:
         yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)

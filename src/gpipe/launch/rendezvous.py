@@ -41,13 +41,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def join_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """Join the store of this process's job, which torchrun's variables describe.
-
-    Args:
-        timeout: how long to wait for the other processes.
-
-    Returns:
-        The store, this process's rank, and the number of processes.
+    """Join the store of this process's job, which torchrun's variables describe; return its rank and their number too.
 
     Raises:
         DistStoreError: the first process did not join in time.
@@ -151,14 +145,11 @@ def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _make_signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Meet the other hosts as c10d does, but listen at one address and sign all that is unpickled.
-
-    Raises:
-        ValueError: there is no secret, or this host's name resolves to the loopback interface.
-    """
+    """Meet the other hosts as c10d does, but listen at one address and sign all that is unpickled."""
     store = _meet(parameters)
     handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
-    serve_processes_with(handler, _serve_processes)
+    # At the address where the other hosts reach this one.
+    serve_processes_with(handler, lambda host, port: serve_store(_address(host), port))
     return handler
 
 
@@ -216,11 +207,6 @@ def _meet(parameters: RendezvousParameters) -> TCPStore:
             if is_told:
                 raise
     return TCPStore(host, port, is_master=False, timeout=TIMEOUT)
-
-
-def _serve_processes(host: str, port: int) -> TCPStore:
-    """Serve the store of the processes at the address where the other hosts reach this one."""
-    return serve_store(_address(host), port)
 
 
 def _address(host: str) -> str:

@@ -16,9 +16,7 @@ def serve_store(address: str, port: int = 0) -> TCPStore:
     torch's own store listens at all addresses. It also asks a name server for the name of each process that connects,
     which takes 5 s if none answers: it sees IPv4 addresses as IPv6, and /etc/hosts does not have them in this form.
 
-    Args:
-        address: the address to listen at.
-        port: the port; 0 takes a free one.
+    The port 0 takes a free one.
 
     Raises:
         OSError: this host does not have the address, or the port is taken.
