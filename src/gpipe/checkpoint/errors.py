@@ -34,12 +34,7 @@ def run_on_all(pipeline: Pipeline, work: Callable[[], T]) -> T:
 
 
 def to_json(error: BaseException, place: str) -> dict[str, Any]:
-    """Return an error in the form that `raise_first` takes.
-
-    Args:
-        error: any error.
-        place: which process of the job this is, and what it does.
-    """
+    """Return an error of a process at a place in the form that `raise_first` takes."""
     if isinstance(error, CheckpointError):
         return {"text": str(error), "is_damage": isinstance(error, DamagedCheckpoint)}
     kind = "" if isinstance(error, OSError | SafetensorError) else f"{type(error).__name__}: "

@@ -49,12 +49,7 @@ class Saver:
         self._processes: list[int] = []
 
     def _open(self) -> None:
-        """Prepare the folder before the first save.
-
-        Raises:
-            ValueError: the replicas shard their weights.
-            CheckpointError: the folder cannot be created.
-        """
+        """Prepare the folder before the first save."""
         if self._pipeline.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, but a checkpoint has whole weights: save the parts with "

@@ -10,14 +10,9 @@ from gpipe.checkpoint.manifest import Manifest
 def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -> str | None:
     """Say that a checkpoint's batch norms have moving averages, which lag behind the weights.
 
-    Args:
-        checkpoint: its folder.
-        manifest: its manifest.
-        kind: "ema" or "weights".
-
     Returns:
-        A sentence with a remedy, without a full stop; None if an evaluation has replaced the moving averages, if the
-        run never estimates statistics, or if there are no batch norms.
+        A sentence about the tensors of a kind, "ema" or "weights", with a remedy and without a full stop. None if an
+        evaluation has replaced the moving averages, if the run never estimates statistics, or without batch norms.
     """
     names = manifest.tensors.get(kind, {})
     settings = _read_settings(manifest.config)

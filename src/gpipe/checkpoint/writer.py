@@ -93,10 +93,7 @@ class Writer:
     Args:
         snapshot: taken, and not copied yet; another may be taken when this one is written.
         partial: the folder to write into, which exists.
-        process: the number of this process.
-        pipeline: this process's, for messages, and for the time-out of a disk that does not answer.
-        publish: called on the leading process with the parts of all processes, as JSON; None on the others.
-        processes: the numbers of all processes that write.
+        publish: called on the leading process with the parts of all `processes`, as JSON; None on the others.
     """
 
     def __init__(
@@ -171,11 +168,7 @@ class Writer:
         return not self._given_up.is_set()
 
     def _pause(self) -> None:
-        """Wait a moment.
-
-        Raises:
-            CheckpointError: the checkpoint is no longer needed.
-        """
+        """Wait a moment, while the checkpoint is needed."""
         self._last_sign = time.monotonic()
         if self._given_up.wait(_POLL_SECONDS):
             raise CheckpointError(f"{self._partial} is no longer needed")

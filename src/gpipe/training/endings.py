@@ -26,29 +26,9 @@ def explain_non_finite(
 ) -> NonFiniteError:
     """Return an error that says what is not finite, where that begins, and what is saved.
 
-    Args:
-        error: the training step's error.
-        place: where a second forward pass of the same mini-batch first had such a number; None if nowhere.
-        skipped: the number of mini-batches skipped before.
-        is_saved: whether the state before the step is saved.
+    `place` is where a second forward pass of the same mini-batch first had such a number; None if nowhere.
     """
     where = "all outputs of its layers and the loss are finite" if place is None else f"the first is {place}"
     before = f"; {skipped} steps were skipped before" if skipped else ""
     saved = "; the state before that step is saved" if is_saved else ""
     return NonFiniteError(f"{error.what}: {where}{before}{saved}", stage=None if place is None else place.stage)
-
-
-def explain_non_finite_evaluation(what: str, value: float, step: int, *, is_saved: bool) -> ValueError:
-    """Return the error for a loss of an evaluation that is not finite.
-
-    Args:
-        what: the loss, and the set.
-        value: of it.
-        step: the number of finished steps.
-        is_saved: whether the state after them is saved.
-    """
-    saved = " (the state is saved)" if is_saved else ""
-    return ValueError(
-        f"the {what} after step {step} is {value}{saved}: lower the learning rate, clip the gradients, or resume from "
-        "an earlier checkpoint."
-    )

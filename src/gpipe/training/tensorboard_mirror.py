@@ -11,12 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardMirror:
-    """Mirrors a run to TensorBoard's files, in the subfolder `tensorboard` of the run's folder.
-
-    Args:
-        folder: the run's folder.
-        config: the settings, and anything else that describes the run.
-    """
+    """Mirrors a run to TensorBoard's files, in the subfolder `tensorboard` of the run's folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder, self._config = folder / "tensorboard", config

@@ -22,12 +22,7 @@ _BEST = {"loss": "min", "nll": "min", "top1": "max", "top5": "max", "f1": "max",
 class WandbMirror:
     """Mirrors a run to Weights & Biases, and raises its errors.
 
-    Args:
-        folder: the run's folder, in which W&B writes everything.
-        run_id: the run's id, which all sessions of a run share.
-        is_online: send the run now.
-        project, group, name, tags: W&B's.
-        config: the settings, and anything else that describes the run.
+    W&B writes everything into the run's folder. All sessions of a run share the id.
     """
 
     def __init__(
