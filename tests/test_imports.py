@@ -131,8 +131,13 @@ def test_a_start_that_is_asked_to_stop_ends_before_torch_is_loaded(tmp_path: Pat
     assert {"torch", "torchvision", "timm", "wandb"}.isdisjoint(modules.split())
 
 
-# After the engine, all public names again, from a copy in which another project's module has gpipe's place.
-NAMES = """
+# Then what new processes are forked from loads. At last, all public names come from a copy in which another project's
+# module has gpipe's place.
+AFTER_THE_ENGINE = """
+from gpipe.programs.train import LOADED_ONCE
+for module in LOADED_ONCE:
+    import_module(module)
+assert not torch.cuda.is_initialized()
 for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
     del sys.modules[name]
 sys.path.insert(0, {folder!r})
@@ -140,19 +145,27 @@ import gpipe_torch as gpipe
 from gpipe.models import transformer_lm
 assert gpipe.Pipeline.__module__ == "gpipe.pipeline.engine", gpipe.Pipeline
 assert gpipe.Pipeline.__init__.__code__.co_filename.startswith({folder!r})
-print(*(name for name in dir(gpipe) if getattr(gpipe, name) is None), "all there")
+print(*(name for name in dir(gpipe) if getattr(gpipe, name) is None))
+"""
+WITHOUT_GPUS = """
+import torch, torch._dynamo, torch.distributed.tensor
+
+def refuse(*_, **__):
+    raise AssertionError("a GPU is asked for")
+
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
 """
 
 
-def test_the_engine_loads_torch_alone_and_another_projects_gpipe_takes_no_public_name_away(tmp_path: Path) -> None:
+def test_the_engine_loads_torch_alone_what_is_loaded_once_asks_for_no_gpu_and_another_gpipe_takes_no_name_away(
+    tmp_path: Path,
+) -> None:
+    """One interpreter has all three, because it takes seconds to load torch."""
     shutil.copytree(ROOT / "src", tmp_path / "src")
     (tmp_path / "src" / "gpipe" / "__init__.py").write_text("")  # as that of the distribution gpipe 1.0.0
-    found = packages_of(
-        "pipeline",
-        first="import torch, torch._dynamo, torch.distributed.tensor",
-        then=NAMES.format(folder=str(tmp_path / "src")),
-    )
-    assert found - set(sys.stdlib_module_names) == {"gpipe", "all", "there"}
+    found = packages_of("pipeline", first=WITHOUT_GPUS, then=AFTER_THE_ENGINE.format(folder=str(tmp_path / "src")))
+    assert found - set(sys.stdlib_module_names) == {"gpipe"}
 
 
 def test_both_import_names_have_the_same_public_names() -> None:

@@ -1,8 +1,5 @@
 """python -m gpipe.checkpoint: verify, describe, and export a file that plain models load."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.checkpoints import get_tensors
 from gpipe.training.ema import Ema
+from tests.support.program_server import run_program
 from tests.support.tied_model import TABLE, loss, mini_batch, tied_layers
 
 POSITION = Position(step=3, epoch=1, batch=2, seed=4)
@@ -162,8 +160,6 @@ def test_the_description_has_step_settings_layers_and_sizes(
 
 
 def test_the_exit_status_is_that_of_main(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "gpipe.checkpoint", "verify", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_program("gpipe.checkpoint", "verify", str(tmp_path), warn="error")
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path} has no checkpoint: name a run's folder or a checkpoint's.\n"

@@ -162,9 +162,9 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> N
         "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.launch.test_processes import *\n"
     )
     program += f"run(note_place, two(Path({str(tmp_path)!r})), 'never')"
+    (script := tmp_path / "script.py").write_text(program)
     variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
-    environment = os.environ | variables | PYTHONPATH
-    done = subprocess.run([sys.executable, "-c", program], check=False, env=environment, capture_output=True, text=True)
+    done = run_program(script, **variables)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "error: 3 processes were started, expected 2 (launch.num_replicas=1 x 2 for the stages)"
@@ -222,25 +222,3 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have
         r"error: another process did not answer in time \(wait timeout after \d+ms, .*\): find out what delays it, or"
     )
     assert re.search(said, capfd.readouterr().err)
-
-
-LOADING_ONCE = """
-import importlib
-import torch
-
-def refuse(*_, **__):
-    raise AssertionError("a GPU is asked for")
-
-for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_properties"):
-    setattr(torch.cuda, name, refuse)
-from gpipe.programs.train import LOADED_ONCE
-for module in LOADED_ONCE:
-    importlib.import_module(module)
-assert not torch.cuda.is_initialized()
-"""
-
-
-def test_what_is_loaded_once_asks_for_no_gpu() -> None:
-    command = [sys.executable, "-c", LOADING_ONCE]
-    done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
