@@ -226,10 +226,9 @@ class _Source:
         for kind, kind_names in names.items():
             for name in kind_names:
                 files.setdefault(self.manifest.tensors[kind][name].file, []).append((kind, name))
-        for file in files:
-            self.manifest.check_file(self._path, file)
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
         for file, items in files.items():
+            self.manifest.check_file(self._path, file)
             with safe_open(self._path / file, framework="pt", device="cpu") as reader:
                 for kind, name in items:
                     tensors[kind][name] = reader.get_tensor(name)
@@ -258,26 +257,17 @@ class _Source:
         Returns:
             A few words per name that is missing, unexpected, or of another shape or dtype.
         """
+        specs = {name: str(TensorSpec.of(name, tensor)) for name, tensor in own.items()}
         saved = self.manifest.tensors.get(kind, {})
-        found: dict[str, str] = {}
-        for name, tensor in own.items():
-            here = TensorSpec.of(name, tensor)
-            if name not in saved:
-                found[name] = f"not there, {here} here"
-            elif str(saved[name]) != str(here):
-                found[name] = f"{saved[name]} there, {here} here"
-        for name, entry in saved.items():
-            if name not in own and parse_layer(name) in layers:
-                found[name] = f"{entry} there, not here"
-        return found
+        names = [*own, *(name for name in saved if name not in own and parse_layer(name) in layers)]
+        pairs = {name: (str(saved.get(name, "not")), specs.get(name, "not")) for name in names}
+        return {name: f"{there} there, {here} here" for name, (there, here) in pairs.items() if there != here}
 
     def misfit(self, kind: str, found: Mapping[str, str]) -> CheckpointError:
         """Return the error that names the layers that differ, and how the first of their tensors do."""
         layers = sorted({parse_layer(name) for name in found})
-        ordered = sorted(
-            found.items(), key=lambda item: parse_layer(item[0])
-        )  # a process's layers may not be contiguous
-        examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
+        names = sorted(found, key=parse_layer)  # a process's layers may not be contiguous
+        examples = "; ".join(f"{name} is {found[name]}" for name in names[:_NUM_NAMED])
         more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
         subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
         return CheckpointError(

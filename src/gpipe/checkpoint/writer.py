@@ -35,7 +35,6 @@ class Snapshot:
     def __init__(self, partitions: Sequence[int]) -> None:
         self._ends = list(accumulate(partitions))
         self._images: dict[str, FileImage] = {}
-        self._kinds: dict[str, str] = {}
         self._taken: Mapping[str, dict[str, Tensor]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -71,7 +70,7 @@ class Snapshot:
         tensors: dict[str, dict[str, Any]] = {}
         for file, image in self._images.items():
             files[file] = image.write(folder / file, go_on)
-            own = tensors.setdefault(self._kinds[file], {})
+            own = tensors.setdefault(file.rpartition("-")[0], {})
             for name, spec in image.specs.items():
                 own[name] = {"file": file, "dtype": spec.dtype, "shape": spec.shape}
         return {"files": files, "tensors": tensors}
@@ -82,7 +81,6 @@ class Snapshot:
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
                 file = f"{kind}-{bisect_right(self._ends, parse_layer(name))}.safetensors"
-                self._kinds[file] = kind
                 parts.setdefault(file, {})[name] = tensor
         return parts
 
