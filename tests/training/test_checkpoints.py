@@ -10,6 +10,7 @@ import torch
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from gpipe.checkpoint.folder import find_latest, list_newest_first
 from gpipe.training.trainer import Trainer
+from tests.training.conftest import Undisturbed
 from tests.training.small_run import small_run, small_trainer
 
 
@@ -61,10 +62,8 @@ def interrupted(folder: Path) -> Trainer:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_previous_checkpoint_is_taken_and_training_ends_the_same(
-    tmp_path: Path, messages: list[str], damage: Callable[[Path], None]
+    tmp_path: Path, messages: list[str], whole: Undisturbed, damage: Callable[[Path], None]
 ) -> None:
-    whole = small_trainer(tmp_path / "whole", (6,), evaluate_every_epochs=None)
-    whole.train()
     interrupted(tmp_path / "run")
     newest = find_latest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.name == "step-00000006"
@@ -74,7 +73,7 @@ def test_the_previous_checkpoint_is_taken_and_training_ends_the_same(
     assert len(messages) == 1 and str(newest) in messages[0] and "\n" not in messages[0]
     again.train()
     for name, tensor in again.pipeline.layers.state_dict().items():
-        assert torch.equal(tensor, whole.pipeline.layers.state_dict()[name]), name
+        assert torch.equal(tensor, whole.trainer.pipeline.layers.state_dict()[name]), name
     assert [path.name for path in list_newest_first(tmp_path / "run" / "checkpoints")] == [
         f"step-{step:08d}" for step in (12, 10, 8)
     ]

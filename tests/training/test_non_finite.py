@@ -25,6 +25,7 @@ from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.tracking import METRICS_FILE, Tracker
 from gpipe.training.trainer import Trainer
 from tests.support.process_pool import ProcessPool
+from tests.training.conftest import Undisturbed
 from tests.training.small_run import RandomImages, small_run, small_trainer
 from tests.training.test_trainer import assert_same_state, poison, state_of
 
@@ -293,17 +294,16 @@ class SpoiledMetrics(EvaluationMetrics):
 
 @pytest.mark.parametrize(("number", "name"), [(1, "loss"), (2, "raw_loss")])
 def test_the_state_is_saved_whose_evaluation_has_no_finite_loss_and_a_run_goes_on_from_it(
-    tmp_path: Path, number: int, name: str
+    tmp_path: Path, whole: Undisturbed, number: int, name: str
 ) -> None:
     spoiled = small_trainer(tmp_path, metrics=SpoiledMetrics(number))
     with pytest.raises(ValueError, match=rf"^the {name} on test after step 4 is inf \(the state is saved\): lower the"):
         spoiled.train()
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000004"
-    whole, resumed = small_trainer(tmp_path / "whole"), small_trainer(tmp_path)
-    whole.train()
+    resumed = small_trainer(tmp_path)
     assert resumed.resume()
     resumed.train()
-    assert_same_state(whole, resumed)
+    assert_same_state(whole.trainer, resumed)
 
 
 def test_a_last_evaluation_without_a_finite_loss_is_made_again(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from gpipe.checkpoint.manifest import Manifest
 from gpipe.training.tracking import Tracker
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import TORCHRUN, run_program
+from tests.training.conftest import Undisturbed
 from tests.training.small_run import SmallRun, small_run, small_trainer
-from tests.training.test_trainer import Replacing, read_log
+from tests.training.test_trainer import Replacing, read_log, state_of
 from tests.training.train_and_save import train
 
 pytestmark = pytest.mark.slow
@@ -29,25 +30,21 @@ def latest(folder: Path) -> Path:
 
 
 def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(
-    tmp_path: Path, processes: ProcessPool
+    tmp_path: Path, processes: ProcessPool, whole: Undisturbed
 ) -> None:
-    whole = small_trainer(tmp_path / "whole")
-    summary = whole.train()
-
     stopped = small_trainer(tmp_path / "run", (6,), save_every_steps=5)
     schedule = stopped.learning_rate
     stopped.learning_rate = lambda step: 1 / 0 if step == 7 else schedule(step)
     with pytest.raises(ZeroDivisionError):
         stopped.train()
     for result in processes.run(3, train, tmp_path / "run"):
-        assert result["resumed"] and result["evaluation"] == summary.evaluation
+        assert result["resumed"] and result["evaluation"] == whole.summary.evaluation
     # Each stage wrote its own layers.
     assert Manifest.read(latest(tmp_path / "run")).tensors["weights"]["layers.5.bias"].file == "weights-2.safetensors"
 
     reader = small_run((1, 5), seed=1)
     reader.load(latest(tmp_path / "run"))
-    assert whole.ema is not None
-    expected = SmallRun(whole.pipeline, whole.optimizer, whole.ema).tensors()
+    expected = state_of(whole.trainer)
     found = reader.tensors()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

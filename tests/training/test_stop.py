@@ -14,6 +14,7 @@ from gpipe.training.evaluation import EvaluationMetrics
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 from tests.support.process_pool import ProcessPool
+from tests.training.conftest import Undisturbed
 from tests.training.small_run import NUM_LAYERS, small_trainer
 from tests.training.test_trainer import assert_same_state, read_log
 
@@ -30,9 +31,7 @@ def stopped(trainer: Trainer) -> Stopped:
     return found.value
 
 
-def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Path) -> None:
-    whole = small_trainer(tmp_path / "whole")
-    summary = whole.train()
+def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Path, whole: Undisturbed) -> None:
     step = random.Random(7).randrange(1, 11)
     run = small_trainer(tmp_path / "run", (1, 5))
     ask_at(run, step - 1)
@@ -41,9 +40,9 @@ def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Pat
     assert path is not None and path.name == f"step-{step:08d}"
     resumed = small_trainer(tmp_path / "run", (2, 2, 2))
     assert resumed.resume()
-    assert resumed.train().evaluation == summary.evaluation
-    assert_same_state(whole, resumed)
-    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+    assert resumed.train().evaluation == whole.summary.evaluation
+    assert_same_state(whole.trainer, resumed)
+    assert read_log(tmp_path / "run") == read_log(whole.folder)
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -105,16 +104,14 @@ def test_a_stop_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
     assert run.train_loader.num_closed == run.evaluation_loaders["test"].num_closed == 1
 
 
-def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path) -> None:
-    whole = small_trainer(tmp_path / "whole")
-    whole.train()
+def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path, whole: Undisturbed) -> None:
     run = small_trainer(tmp_path / "run")
     ask_at(run, 3)
     assert stopped(run).step == 4
     resumed = small_trainer(tmp_path / "run")
     resumed.resume()
     resumed.train()
-    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+    assert read_log(tmp_path / "run") == read_log(whole.folder)
 
 
 def ask_one_in_evaluation(rank: int, folder: Path, asked: int) -> int:

@@ -24,6 +24,7 @@ from gpipe.training.progress import Progress
 from gpipe.training.summary import StepSpeed, Totals
 from gpipe.training.tracking import METRICS_FILE
 from gpipe.training.trainer import Trainer
+from tests.training.conftest import Undisturbed
 from tests.training.small_run import RandomImages, SmallRun, small_run, small_trainer
 
 TIMES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "bubble"}
@@ -65,10 +66,7 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
 
 
 @pytest.mark.parametrize(("stop", "saved"), [(6, 5), (7, 5), (8, 8), (11, 10)])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, stop: int, saved: int) -> None:
-    whole = small_trainer(tmp_path / "whole")
-    summary = whole.train()
-
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, whole: Undisturbed, stop: int, saved: int) -> None:
     every = 4 if saved == 8 else 5
     stopped = small_trainer(tmp_path / "run", save_every_steps=every)
     stop_at(stopped, stop)
@@ -81,9 +79,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, stop: int, 
     torch.manual_seed(99)
     assert resumed.resume()
     assert resumed.pipeline.step == saved
-    assert resumed.train().evaluation == summary.evaluation
-    assert_same_state(whole, resumed)
-    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+    assert resumed.train().evaluation == whole.summary.evaluation
+    assert_same_state(whole.trainer, resumed)
+    assert read_log(tmp_path / "run") == read_log(whole.folder)
 
 
 def test_a_second_trainer_of_a_trained_pipeline_does_not_end_silently(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_a_step_is_the_plain_loops(tmp_path: Path) -> None:
 def test_it_learns(tmp_path: Path) -> None:
     evaluation = {"train": RandomImages(shuffle=False)}
     summary = small_trainer(
-        tmp_path, num_epochs=30, learning_rate=constant(0.03), evaluation_loaders=evaluation
+        tmp_path, num_epochs=30, learning_rate=constant(0.03), evaluation_loaders=evaluation, evaluate_every_epochs=10
     ).train()
     assert summary.top1 is not None and summary.top1 > 0.8
     assert summary.best_top1 is not None and summary.best_top1 >= summary.top1
