@@ -32,9 +32,7 @@ class ProcessPool:
     def __init__(self, size: int) -> None:
         self._store = serve_store(LOOPBACK)
         self._calls = 0
-        key = (
-            multiprocessing.current_process().authkey.hex()
-        )  # tensors come as files, which only its holders may ask for
+        key = multiprocessing.current_process().authkey.hex()  # with which processes send each other tensors
         self._pipes = [start_function(_serve, rank, self._store.port, key) for rank in range(size)]
         self._pids: list[int] = [pipe.recv() for pipe in self._pipes]
 
