@@ -60,11 +60,7 @@ def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str)
 
 
 def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
-    """Refuse layers and a loss that a pipeline would not run or train as expected, and functions that are not callable.
-
-    Raises:
-        TypeError, ValueError: names what it would ignore.
-    """
+    """Refuse layers and a loss that a pipeline would not run or train as expected, and functions that are none."""
     for name, function in functions.items():
         if not (function is None or callable(function)):
             raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
@@ -169,11 +165,7 @@ def refuse_hidden_parameters(outputs: Payload, parameters: Mapping[str, Tensor])
 
 
 def weigh(weight: Callable[[Any], Any], targets: Any) -> float:
-    """Return how much a micro-batch counts, given its targets.
-
-    Raises:
-        TypeError: the weight is not a number.
-    """
+    """Return how much a micro-batch counts, given its targets; refuse a weight that is not a number."""
     found = weight(targets)
     try:
         return float(found)
@@ -314,9 +306,6 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
     """Refuse to shard weights over replicas where fully_shard cannot.
 
     tied: names of parameters that several layers share.
-
-    Raises:
-        ValueError: backwards are split, a layer is on the meta device, or parameters are tied or have hooks.
     """
     if any(task.kind is Kind.WEIGHT_GRADIENTS for own in tasks for task in own):
         raise ValueError(
@@ -343,11 +332,7 @@ def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, t
 
 
 def unpack_mini_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and targets of a mini-batch.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return the inputs and targets of a mini-batch; refuse anything else."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         found = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
         raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")

@@ -69,12 +69,7 @@ class LocalReceiver:
         return self._first[1]
 
     def receive(self) -> Payload:
-        """Wait for the next payload.
-
-        Raises:
-            PeerFailure: the sender sent the cause of its failure instead.
-            LostPeer: the connection is gone.
-        """
+        """Wait for the next payload; raise what `Receiver.receive` raises."""
         (payload, _), self._first = self._first or self._next(), None
         return payload
 
