@@ -5,11 +5,9 @@
 FOLDER/train/<class>/<number>.png and FOLDER/val/<class>/<number>.png: 6,000 and 1,000 images of 28 x 28 pixels.
 """
 
-import argparse
-import shlex
 from pathlib import Path
 
-from gpipe.config.literally import make_word
+from experiments.data.own_folder import write_folder
 from gpipe.data import open_image_set
 
 FOLDERS = {"train": "train", "test": "val"}
@@ -31,13 +29,4 @@ def write_photographs(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write; it must not have images yet")
-    options = parser.parse_args()
-    try:
-        write_photographs(options.folder)
-    except FileExistsError as error:
-        parser.error(f"{error.filename} exists: name another folder")
-    root = make_word("data.root", options.folder)
-    command = shlex.join(["python", "train.py", "+experiment=image_classification_laptop", root])
-    print(f"Written to {options.folder}. Next: {command}")
+    write_folder(__doc__, write_photographs, "image_classification_laptop")

@@ -6,11 +6,9 @@ FOLDER/train/<language>.txt and FOLDER/val/<language>.txt, one sentence per line
 characters.
 """
 
-import argparse
-import shlex
 from pathlib import Path
 
-from gpipe.config.literally import make_word
+from experiments.data.own_folder import write_folder
 from gpipe.data.text.multilingual_text import list_embedded_languages, read_embedded_pairs
 
 FOLDERS = {"train": "train", "valid": "val"}
@@ -30,13 +28,4 @@ def write_sentences(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write; it must not have text yet")
-    options = parser.parse_args()
-    try:
-        write_sentences(options.folder)
-    except FileExistsError as error:
-        parser.error(f"{error.filename} exists: name another folder")
-    root = make_word("data.root", options.folder)
-    command = shlex.join(["python", "train.py", "+experiment=language_model_laptop", root])
-    print(f"Written to {options.folder}. Next: {command}")
+    write_folder(__doc__, write_sentences, "language_model_laptop")

@@ -49,7 +49,7 @@ def _describe_waiting(records: Sequence[Record]) -> str:
     """Write the share of the newest measured step in which a stage does not work, and how far the records differ."""
     studies = sorted((each for each in records if each.experiment == "engine_overhead"), key=lambda each: each.date)
     shares = [
-        _compute_waiting(row)
+        1 - row["num_microbatches"] * (2 * row["forward_seconds"] + row["backward_seconds"]) / row["step_seconds"]
         for study in studies
         for row in study.results["grid"]
         if _is_cell(row) and (row["engine"], row["rematerialize"]) == ("ours", "always")
@@ -62,13 +62,6 @@ def _describe_waiting(records: Sequence[Record]) -> str:
 
 def _is_cell(row: Mapping[str, Any]) -> bool:
     return all(row[name] == value for name, value in _CELL.items())
-
-
-def _compute_waiting(row: Mapping[str, Any]) -> float:
-    """Return the share of a measured step in which a stage does not work."""
-    work: float = row["num_microbatches"] * (2 * row["forward_seconds"] + row["backward_seconds"])
-    step: float = row["step_seconds"]
-    return 1 - work / step
 
 
 def bubble_on_gpus(records: Sequence[Record]) -> str:

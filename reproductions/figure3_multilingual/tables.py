@@ -1,6 +1,6 @@
 """The tables of section 5 of the paper and its figure 3: one model of all languages beside one model per language."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from gpipe.records import Record
@@ -115,12 +115,14 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         figures, corpus = list_judged_figures(groups[EVERY].values()), Corpus(records, setting)
         forms = {figure.title: figure.form for figure in figures}
         for group, seeds in groups.items():
-            found = {figure.title: find_gain(seeds, figure, list_languages(seeds), corpus) for figure in figures}
+            languages = list_languages(seeds)
+            number, extent = corpus.describe_number(languages, "language"), corpus.describe_pairs(languages)
+            found = {figure.title: find_gain(seeds, figure, languages, corpus) for figure in figures}
             rows.append(
                 Claim(
                     "one model of 102 languages beats one per language, at laptop scale (section 5)",
                     "better on nearly all languages",
-                    f"gain {_describe_languages(list_languages(seeds), corpus)}: {format_gains(found, forms)}",
+                    f"gain on {number}{extent and f' with {extent}'}: {format_gains(found, forms)}",
                     verdict=format_verdicts(found.items(), forms),
                     scope=f"{depth.NOT_DRAWN}: {_OVER[group]}",
                 )
@@ -187,12 +189,13 @@ def figure3_limits(records: Sequence[Record]) -> str:
     for groups in group_pairs(records).values():
         for group, seeds in groups.items():
             pairs = [pair for languages in seeds.values() for pair in languages.values()]
-            kinds = {"bilingual": [one for one, _ in pairs], "multilingual": _list_each(other for _, other in pairs)}
+            of_all = {id(other): other for _, other in pairs}.values()  # each once
+            kinds = {"bilingual": [one for one, _ in pairs], "multilingual": list(of_all)}
             for kind, found in kinds.items():
                 for limit in sorted({one.recipe.max_steps for one in found if one.recipe.max_steps is not None}):
                     alike = [one for one in found if one.recipe.max_steps == limit]
                     at_limit = sum(one.is_unfinished for one in alike)
-                    rows.append([group, kind, f"{limit:,}", str(len(alike)), str(at_limit)])
+                    rows.append([group, kind, f"{limit:,}", len(alike), at_limit])
     header = ["languages", "models", "limit of steps", "trainings", "with the lowest loss at the last step"]
     return markdown(header, rows) if rows else not_run(_COMMANDS)
 
@@ -205,14 +208,7 @@ def figure3_search(records: Sequence[Record]) -> str:
     for name, experiment, setting in found:
         compared = {one.recipe[:2] for one in trainings(records, experiment) if setting in (None, one.setting)}
         rows += [
-            [
-                name,
-                f"{rate:g}",
-                f"{dropout:g}",
-                str(number),
-                f"{loss:.4f}",
-                "yes" if (rate, dropout) in compared else "",
-            ]
+            [name, f"{rate:g}", f"{dropout:g}", number, f"{loss:.4f}", "yes" if (rate, dropout) in compared else ""]
             for (rate, dropout), (number, loss) in compare_recipes(records, experiment, setting).items()
         ]
     header = ["models", "learning rate", "dropout", "number", "mean of the lowest validation losses"]
@@ -385,17 +381,6 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     """Return the average BLEU of the trainings of a model at the paper's scale, with its deviation."""
     found = [one for one in runs if shape_of(one.run.config["model"]) == shape]
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
-
-
-def _describe_languages(languages: Collection[str], corpus: Corpus) -> str:
-    """Write how many languages there are, and how many training pairs the poorest and the richest have."""
-    extent = corpus.describe_pairs(languages)
-    return f"on {corpus.describe_number(languages, 'language')}{extent and f' with {extent}'}"
-
-
-def _list_each(models: Iterable[Trained]) -> list[Trained]:
-    """Return each of some models once."""
-    return list({id(one): one for one in models}.values())
 
 
 def _describe_line(line: Line, form: str) -> list[str]:

@@ -22,7 +22,7 @@ def peers_throughput(record: Record) -> str:
     rows = [
         [
             *_setting(cell),
-            *(_speed(cell[name]) for name in engines),
+            *(format_value(cell[name].get("examples_per_second"), ".1f") or cell[name]["outcome"] for name in engines),
             *(format_value(cell[name].get("ours_over_this"), ".2f") for name in peers),
         ]
         for cell in _cells(grid)
@@ -94,8 +94,3 @@ def _engines(grid: Iterable[Row]) -> list[str]:
 
 def _setting(cell: dict[str, Row]) -> list[object]:
     return [cell[OURS][name] for name in _SETTING]
-
-
-def _speed(row: Row) -> str:
-    speed: float | None = row.get("examples_per_second")
-    return str(row["outcome"]) if speed is None else f"{speed:.1f}"

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
@@ -47,7 +48,9 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
         for figure in (figure for figure in ("top1", "top5") if row[figure]):
             ours = [run.results[figure] for run in runs]
             interval = _above_paper(ours, row, figure)
-            verdict = _not_run(records, row["data"]) if interval is None else interval.describe(".2%")
+            reason = reason_not_run(records, row["data"])
+            not_there = NOT_RUN if reason is None else f"{NOT_RUN}: {reason}"
+            verdict = not_there if interval is None else interval.describe(".2%")
             title = row["title"] if figure == "top1" else f"{row['title']}, top-5"
             rows.append([title, *sizes, f"{float(row[figure]):.1f}%", *_spread(ours), verdict])
     header = ["data set", "train", "test", "classes", "paper", "ours", "deviation", "runs", "verdict"]
@@ -87,17 +90,16 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 def short_runs(records: Sequence[Record]) -> str:
     """Return the accuracy of short trainings by either kind of batch-norm statistics, with and without averaging."""
     found: dict[tuple[int, int | None], list[Record]] = {}
-    for run in records:
-        if run.experiment == SHORT_RUNS and run.results.get("top1") is not None:
-            trainer = run.config["trainer"]
-            found.setdefault((trainer["max_steps"], trainer["evaluation"]["statistics_batches"]), []).append(run)
+    for run in _short_runs(records):
+        trainer = run.config["trainer"]
+        found.setdefault((trainer["max_steps"], trainer["evaluation"]["statistics_batches"]), []).append(run)
     if not found:
         return not_run(f"train.py -m +experiment={SHORT_RUNS}")
     rows = []
     for (steps, num_batches), runs in sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
         statistics = "moving averages" if num_batches is None else f"of {num_batches} mini-batches"
-        top1 = [_spread(_test_figure(run, figure) for run in runs) for figure in EVALUATED.values()]
-        rows.append([str(steps), statistics, *top1[0][:2], *top1[1]])
+        top1 = [_spread(run.results["evaluation"]["test"][name] for run in runs) for name in EVALUATED.values()]
+        rows.append([steps, statistics, *top1[0][:2], *top1[1]])
     columns = [column for evaluated in EVALUATED for column in (f"top-1 of the {evaluated}", "deviation")]
     return markdown(["steps", "batch-norm statistics", *columns, "runs"], rows)
 
@@ -133,15 +135,14 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
         runs = [run for name in names for run in paper_scale_runs(records, name)]
         arms.append(Arm(question, "AmoebaNet-B (18,512)", experiment, runs, test_items=_count_paper(paper, runs)))
     arms += transfer_arms(records)
-    short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     alone: dict[str, list[Record]] = {}
     for run in _image_runs(records):
         if run.experiment not in PAPER_SCALE:
             alone.setdefault(run.experiment, []).append(run)
     arms += [
-        Arm(question, _model(runs[0]), experiment, runs, test_items=_count_tested(runs))
+        Arm(question, _name_model(runs[0].config["model"]), experiment, runs, test_items=_count_tested(runs))
         for question, experiment, runs in (
-            ("what is a short training worth?", SHORT_RUNS, short),
+            ("what is a short training worth?", SHORT_RUNS, _short_runs(records)),
             *(("how accurate is a small model?", experiment, runs) for experiment, runs in alone.items()),
         )
         if runs
@@ -151,14 +152,17 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
 
 def table4_commands(records: Sequence[Record]) -> str:
     """Return the command of every training at laptop scale on the page."""
-    short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     cells = [
         *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
         *transfer_cells(records),
-        *(Cell(SHORT_RUNS, run, {}) for run in short),
+        *(Cell(SHORT_RUNS, run, {}) for run in _short_runs(records)),
         *size_cells(records),
     ]
     return commands_table(cells) if cells else not_run("train.py -m +experiment=transfer_table_laptop")
+
+
+def _short_runs(records: Sequence[Record]) -> list[Record]:
+    return [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
 
 
 def _count_tested(runs: Sequence[Record]) -> str:
@@ -208,11 +212,6 @@ def _above_paper(ours: Sequence[float], row: Mapping[str, str], figure: str) -> 
     return over_runs_and_images(ours, int(row["test"]), float(row[figure]) / 100 - MARGIN)
 
 
-def _not_run(records: Sequence[Record], data: str) -> str:
-    reason = reason_not_run(records, data)
-    return NOT_RUN if reason is None else f"{NOT_RUN}: {reason}"
-
-
 def _spread(values: Iterable[float]) -> list[str]:
     """Return mean, sample deviation and number."""
     found = list(values)
@@ -221,15 +220,10 @@ def _spread(values: Iterable[float]) -> list[str]:
     return [f"{fmean(found):.2%}", f"{stdev(found):.2%}" if len(found) > 1 else "", str(len(found))]
 
 
-def _test_figure(run: Record, figure: str) -> float:
-    value: float = run.results["evaluation"]["test"][figure]
-    return value
-
-
 def image_runs(records: Sequence[Record]) -> str:
     """Return the trainings on images from scratch: model, data, accuracy and speed."""
     columns = {
-        "model": _model,
+        "model": lambda run: _name_model(run.config["model"]),
         "images": lambda run: f"{run.config['data']['name']}, {run.config['data']['image_size']} px",
         "K": lambda run: run.config["pipeline"]["num_stages"],
         "M": lambda run: run.config["pipeline"]["num_microbatches"],
@@ -265,29 +259,25 @@ def input_pipeline(record: Record) -> str:
 def image_throughput(record: Record) -> str:
     """Return how many images per second one GPU trains on, beside torchgpipe's model at the same batch size."""
     grid = record.results["grid"]
-    setting = ("variant", "image_size", "rematerialize", "batch_size")
-    theirs = {
-        tuple(row[name] for name in setting): row.get("images_per_second")
-        for row in grid
-        if row["code"] == "torchgpipe"
+    setting = itemgetter("variant", "image_size", "rematerialize", "batch_size")
+    theirs = {setting(row): row.get("images_per_second") for row in grid if row["code"] == "torchgpipe"}
+
+    def compare(row: Mapping[str, Any]) -> str:
+        speed, peer = row.get("images_per_second"), theirs.get(setting(row))
+        return f"{speed / peer:.2f}" if speed and peer else ""
+
+    columns = {
+        "model": lambda row: f"{_name_model(row)}, {row['image_size']} px",
+        "recomputation": lambda row: row["rematerialize"],
+        "code": lambda row: (
+            row["code"] + (", compiled" if row["compiled"] else ", CUDA graphs" if row.get("cuda_graphs") else "")
+        ),
+        "batch": lambda row: row["batch_size"],
+        "images/s": lambda row: format_value(row.get("images_per_second"), ".1f") or row["outcome"],
+        "GiB, peak": lambda row: format_value(row.get("peak_memory_bytes"), ".1f", 2**-30),
+        "relative to torchgpipe": compare,
     }
-    rows = []
-    for row in _with_graphs(grid):
-        speed, peer = row.get("images_per_second"), theirs.get(tuple(row[name] for name in setting))
-        model = f"AmoebaNet-{row['variant'].upper()} ({row['num_layers']},{row['num_filters']})"
-        rows.append(
-            [
-                f"{model}, {row['image_size']} px",
-                row["rematerialize"],
-                row["code"] + (", compiled" if row["compiled"] else ", CUDA graphs" if row.get("cuda_graphs") else ""),
-                str(row["batch_size"]),
-                f"{speed:.1f}" if speed else row["outcome"],
-                f"{row['peak_memory_bytes'] / 2**30:.1f}" if row.get("peak_memory_bytes") else "",
-                f"{speed / peer:.2f}" if speed and peer else "",
-            ]
-        )
-    header = ["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "relative to torchgpipe"]
-    return markdown(header, rows)
+    return write_table(_with_graphs(grid), columns)
 
 
 _SETTING = "variant", "num_layers", "num_filters", "image_size", "rematerialize", "batch_size"
@@ -309,8 +299,7 @@ def _image_runs(records: Sequence[Record]) -> list[Record]:
     return [run for run in runs if not run.experiment.startswith(("transfer", SHORT_RUNS, *TRAINED.values()))]
 
 
-def _model(run: Record) -> str:
-    model = run.config["model"]
+def _name_model(model: Mapping[str, Any]) -> str:
     return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
 
 
