@@ -24,7 +24,7 @@ from gpipe.planning.ledger import Work
 from gpipe.planning.profile import profile_layers
 from gpipe.training.evaluation import TokenMetrics
 from gpipe.training.losses import TokenLoss
-from reproductions.table2_throughput.tables import LOSS_BYTES, LOSS_SECONDS
+from reproductions.table2_throughput.step_costs import LOSS_BYTES, LOSS_SECONDS
 
 NUM_TOKENS, LENGTH, VOCABULARY = 4096, 256, 64_000
 SMOOTHING, LIMIT, PADDING = 0.1, 30.0, 1

@@ -26,7 +26,7 @@ from experiments.program import StudyProgram
 from experiments.turns import clock, take_turns
 from gpipe.models.transformer_layers import TransformerLayer
 from gpipe.planning.accelerator import recognize_accelerator
-from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION
+from reproductions.table2_throughput.step_costs import TRANSFORMER_UTILIZATION
 
 CLAIM = "table2_throughput"
 MODEL_SIZE, WIDENING, HEAD_SIZE = 2048, 4, 64

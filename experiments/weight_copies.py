@@ -20,7 +20,7 @@ from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel,
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.ledger import Ledger
-from reproductions.table2_throughput.tables import WEIGHT_COPIES
+from reproductions.table2_throughput.step_costs import WEIGHT_COPIES
 
 NUM_MICROBATCHES, NUM_STAGES = 8, 2
 PER_USE, PER_STEP, STATES = "one copy per use", "one copy per step", "one copy per step, inputs of layers in bfloat16"

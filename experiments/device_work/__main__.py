@@ -18,7 +18,7 @@ from experiments.loss_cost import WAYS
 from experiments.program import StudyProgram, track
 from experiments.replica_wait import IN_BACKWARD, REPLICAS
 from experiments.weight_copies import PER_STEP, PER_USE
-from reproductions.table2_throughput.tables import DEVICE_WORK
+from reproductions.table2_throughput.step_costs import DEVICE_WORK
 from tests.simulated_cuda.machine import Machine
 
 GRAPHS = "a CUDA graph per layer"

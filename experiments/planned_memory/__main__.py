@@ -24,7 +24,7 @@ from gpipe.pipeline.schedule_choice import SCHEDULES, place_stages
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.fit import Fit
 from gpipe.planning.step import Setting, plan_memory, settle
-from reproductions.table1_model_size.tables import PLANNED_MEMORY
+from reproductions.table1_model_size.planned_memory import PLANNED_MEMORY
 
 CLAIM = "table1_model_size"
 NUM_MICROBATCHES = 4

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from gpipe.records import Record
 from reproductions.claims import Claim
-from reproductions.speed_ups import SLOW_LINKS, SpeedUps
+from reproductions.speed_up_tables import SpeedUps
+from reproductions.speed_ups import SLOW_LINKS
 from reproductions.table import Paper
 
 GRID = "table3_slow_links_grid"

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from gpipe.records import Record, make_record, read_records
-from reproductions.table1_model_size.tables import (
-    as_printed,
+from reproductions.table1_model_size.planned_memory import (
     planned_memory,
     planned_memory_deviations,
     planned_memory_strangers,
+)
+from reproductions.table1_model_size.tables import (
+    as_printed,
     table1_devices,
     table1_measured,
     table1_memory,

@@ -1,6 +1,6 @@
 """The table of a GPU's utilisation."""
 
-from reproductions.table2_throughput.tables import TRANSFORMER_UTILIZATION, transformer_utilization
+from reproductions.table2_throughput.step_costs import TRANSFORMER_UTILIZATION, transformer_utilization
 
 
 def test_without_a_gpu_nothing_is_claimed() -> None:
