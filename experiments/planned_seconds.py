@@ -43,11 +43,6 @@ class Case(NamedTuple):
     schedule: str
     mode: str
 
-    @property
-    def device(self) -> str:
-        """Where it is trained."""
-        return "cpu"
-
 
 CASES = [
     Case(model, *shape)

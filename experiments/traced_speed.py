@@ -46,7 +46,6 @@ class Cell(NamedTuple):
     model: str
     partitions: tuple[int, ...]
     schedule: str
-    device: str = "cpu"
 
     @property
     def num_stages(self) -> int:

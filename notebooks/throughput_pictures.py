@@ -26,7 +26,7 @@ from reproductions.speed_ups import (
 )
 from reproductions.speed_ups import count_near as count_near_cells
 from reproductions.table import newest
-from reproductions.table1_model_size.tables import CUTS
+from reproductions.table1_model_size.tables import CUTS, name_column
 from reproductions.table2_throughput.tables import GRID, name_model
 from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
 
@@ -55,13 +55,6 @@ PARTS = {
     "stash": Color.BOUNDARY_INPUTS,
     "activations at work": Color.ACTIVATIONS,
 }
-
-
-def name_column(column: Mapping[str, Any]) -> str:
-    """Name a model of Table 1."""
-    filters = column["num_filters"]
-    size = f"AmoebaNet-D ({column['num_layers']},{filters})" if filters else f"Transformer-{column['num_layers']}"
-    return f"{column['name']}: {size}"
 
 
 def draw_stages(axis: plt.Axes, column: Mapping[str, Any], cut: str) -> None:

@@ -14,12 +14,12 @@ from gpipe.pipeline.step_report import measure_peak_memory, reset_peak_memory
 
 def measure_seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:
     """Run the engines in turns, A B C A B C ..., several steps each; return the seconds per step of each round."""
-    return run(_time_engines, cell, cell.num_processes, rounds, steps)
+    return run(_time_engines, cell, cell.num_processes, rounds, steps, device=cell.device)
 
 
 def measure_memory_growth(cell: Cell, engine: str, steps: int) -> int | None:
     """Return the growth of an engine's largest process, with weights and gradients."""
-    return run(_measure_growth, cell, count_processes(engine, cell.num_processes), engine, steps)
+    return run(_measure_growth, cell, count_processes(engine, cell.num_processes), engine, steps, device=cell.device)
 
 
 def _time_engines(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str, list[float]]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,6 @@ from experiments.peers.workloads import SCALES, Workload
 from gpipe.launch.store import LOOPBACK, serve_store
 
 METHOD = "forkserver"  # fresh processes that need not import torch again
-
-
-class Setting(Protocol):
-    """What is measured in new processes, and where."""
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Either cpu or cuda."""
-        ...
 
 
 class Cell(NamedTuple):
@@ -55,24 +41,31 @@ class Cell(NamedTuple):
         return self.num_stages if self.device == "cpu" or self.num_stages <= torch.cuda.device_count() else 1
 
 
-def run(function: Callable[..., Any], cell: Setting, num_processes: int, *args: Any) -> Any:
-    """Run a function in new processes, and return the result of the first one."""
+def run(function: Callable[..., Any], cell: Any, num_processes: int, *args: Any, device: str = "cpu") -> Any:
+    """Run a function of a setting, which has `num_stages`, in new processes; return the result of the first one."""
     store = serve_store(LOOPBACK)
     context = torch.multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["gpipe.models", "torch.distributed.pipelining", "torchgpipe"])
     results = context.SimpleQueue()
     torch.multiprocessing.start_processes(
-        _serve, (num_processes, store.port, results, function, cell, args), num_processes, start_method=METHOD
+        _serve, (num_processes, store.port, results, device, function, cell, args), num_processes, start_method=METHOD
     )
     return results.get()
 
 
 def _serve(
-    rank: int, num_processes: int, port: int, results: Any, function: Callable[..., Any], cell: Setting, args: Any
+    rank: int,
+    num_processes: int,
+    port: int,
+    results: Any,
+    device: str,
+    function: Callable[..., Any],
+    cell: Any,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
-    if cell.device == "cpu":
+    if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank]})  # before any thread starts, so that all threads stay there
         devices = [torch.device("cpu")] * cell.num_stages
@@ -84,7 +77,7 @@ def _serve(
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_processes)
     mesh = None
     if num_processes > 1:
-        mesh = init_device_mesh(cell.device, (1, num_processes), mesh_dim_names=("replica", "stage"))
+        mesh = init_device_mesh(device, (1, num_processes), mesh_dim_names=("replica", "stage"))
     found = function(cell, Place(rank, num_processes, devices, mesh), *args)
     if rank == 0:
         results.put(found)

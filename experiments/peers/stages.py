@@ -43,9 +43,7 @@ def make_boundaries(
         for i in part:
             value = layers[i](value)
         tensors = (value,) if isinstance(value, Tensor) else value
-        found.append(tuple(_make_example(tensor, device) for tensor in tensors))
+        found.append(
+            tuple(torch.empty_like(one, device=device, requires_grad=one.is_floating_point()) for one in tensors)
+        )
     return found
-
-
-def _make_example(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(tensor, device=device, requires_grad=tensor.is_floating_point())

@@ -45,10 +45,13 @@ def engine_overhead(record: Record) -> str:
         return loops.get((row["machine"], row["num_stages"])) if row["rematerialize"] == "never" else None
 
     def find_law(row: Mapping[str, Any]) -> float | None:
-        """Return how long equal stages take that recompute early; None without recomputation."""
+        """Simulate how long equal stages take that recompute early; None without recomputation."""
         if row["rematerialize"] != "always":
             return None
-        return simulate_early_law(row["num_stages"], row["num_microbatches"], record.config)
+        forward, backward = record.config["forward_seconds"], record.config["backward_seconds"]
+        seconds = {Kind.FORWARD: forward, Kind.RECOMPUTE: forward, Kind.BACKWARD: backward}
+        schedule = gpipe(row["num_stages"], row["num_microbatches"])
+        return simulate(schedule, lambda task: seconds[task.kind]).makespan_seconds
 
     columns = {
         "engine, recomputation": lambda row: f"{row['engine']}, {row['rematerialize']}",
@@ -64,13 +67,6 @@ def engine_overhead(record: Record) -> str:
         "loop / step": lambda row: format_value(find_loop(row), ".3f", 1 / row["step_seconds"]),
     }
     return write_table(rows, columns)
-
-
-def simulate_early_law(num_stages: int, num_microbatches: int, config: Mapping[str, float]) -> float:
-    """Return the seconds of a step of equal stages in the engine's order, if nothing but their layers takes time."""
-    forward, backward = config["forward_seconds"], config["backward_seconds"]
-    seconds = {Kind.FORWARD: forward, Kind.RECOMPUTE: forward, Kind.BACKWARD: backward}
-    return simulate(gpipe(num_stages, num_microbatches), lambda task: seconds[task.kind]).makespan_seconds
 
 
 @ONE_STAGE_OVERHEAD.table

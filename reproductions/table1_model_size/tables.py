@@ -26,7 +26,12 @@ def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
     if not columns:
         return not_run(PROGRAM)
     rows = [
-        [_model(row), row["parameters"], row["torchgpipe_parameters"], *_counts(columns[_key(row)], row["parameters"])]
+        [
+            name_column(row),
+            row["parameters"],
+            row["torchgpipe_parameters"],
+            *_counts(columns[_key(row)], row["parameters"]),
+        ]
         for row in paper
     ]
     header = ["model", "paper", "torchgpipe", "ours", "printed", "ours with auxiliary head", "printed"]
@@ -44,7 +49,7 @@ def table1_memory(records: Sequence[Record], paper: Paper) -> str:
         parameters = _total(cuts[MEASURED_CUT], "parameter_bytes")
         activations = [_total(cuts[cut], "activation_bytes") for cut in CUTS]
         known = [row["parameter_gb"], row["torchgpipe_parameter_gib"], parameters]
-        rows.append([_model(row), *known, row["activation_gb"], row["torchgpipe_activation_gib"], *activations])
+        rows.append([name_column(row), *known, row["activation_gb"], row["torchgpipe_activation_gib"], *activations])
     header = ["model", "parameters: paper", "torchgpipe", "planned", "activations: paper", "torchgpipe"]
     return markdown([*header, *(f"planned, {name}" for name in CUTS.values())], rows)
 
@@ -60,7 +65,7 @@ def table1_variants(records: Sequence[Record], paper: Paper) -> str:
             choices = [entry["num_microbatches"], entry["attention"] or ""]
             known = [row["activation_gb"], row["torchgpipe_activation_gib"]]
             planned = [_gibibytes(entry[name][cut]) for name in ("activation_bytes", "peak_bytes") for cut in CUTS]
-            rows.append([_model(row), *choices, *known, *planned])
+            rows.append([name_column(row), *choices, *known, *planned])
     header = ["model", "M", "attention", "activations: paper", "torchgpipe, M = 128"]
     header += [f"{figure}, {name}" for figure in ("planned", "fullest device") for name in CUTS.values()]
     return markdown(header, rows)
@@ -77,7 +82,7 @@ def table1_devices(records: Sequence[Record], paper: Paper) -> str:
         room = column["memory_bytes"]
         peaks = [_plan_peak(column, cut) for cut in CUTS]
         planned = [cell for peak in peaks for cell in (_gibibytes(peak), fit(peak, room))]
-        rows.append([_model(row), f"{room / _GIB:g}", *planned, *_measured_peak(measured.get(_key(row)))])
+        rows.append([name_column(row), f"{room / _GIB:g}", *planned, *_measured_peak(measured.get(_key(row)))])
     header = [cell for name in CUTS.values() for cell in (f"planned, {name}", "")]
     return markdown(["model", "device memory, GiB", *header, f"measured, {CUTS[MEASURED_CUT]}", ""], rows)
 
@@ -112,7 +117,7 @@ def table1_measured(records: Sequence[Record], paper: Paper) -> str:
         outcome = [column["out_of_memory"]] * len(column["stages"]) if "out_of_memory" in column else None
         peaks = outcome or [_gibibytes(peak) for peak in column["peak_bytes"]]
         for stage, planned, peak in zip(column["stages"], column["planned_bytes"], peaks, strict=True):
-            rows.append([_model(row), stage, column["partitions"][stage], _gibibytes(planned), peak])
+            rows.append([name_column(row), stage, column["partitions"][stage], _gibibytes(planned), peak])
     return markdown(["model", "stage", "layers", "planned", "measured"], rows)
 
 
@@ -195,7 +200,7 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["family"], row["name"]
 
 
-def _model(row: Mapping[str, str]) -> str:
+def name_column(row: Mapping[str, Any]) -> str:
     """Name a column of the paper's table."""
     layers, filters = row["num_layers"], row["num_filters"]
     return f"{row['name']}: {f'AmoebaNet-D ({layers},{filters})' if filters else f'Transformer-{layers}'}"
