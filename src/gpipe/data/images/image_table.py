@@ -73,7 +73,6 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
             if root has a table for that. All rows of an image are in one split, however they spell its path.
     """
     train = _read_split(root, "train")
-    classes = train.classes
     table = train if share is not None else _read_split(root, split)
     missing = np.flatnonzero(~are_files(root, table.names))
     if len(missing):
@@ -81,11 +80,11 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
             f"{root / table.names[missing[0]]} does not exist, one of {len(missing)} missing files that {table.path} "
             "lists: correct the table, or set data.root to the folder that its paths are relative to."
         )
-    number = {name: label for label, name in enumerate(classes)}
+    number = {name: label for label, name in enumerate(train.classes)}
     rows = list(range(len(table.names)))
     labels: NDArray[np.int64] | NDArray[np.bool_]
     if table.has_several:
-        labels = np.zeros((len(rows), len(classes)), dtype=np.bool_)
+        labels = np.zeros((len(rows), len(train.classes)), dtype=np.bool_)
         for row, names in enumerate(table.labels):
             labels[row, [number[name] for name in names]] = True
     else:
@@ -93,7 +92,7 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     if share is not None:
         drawn = _draw_rows(root, table, share)
         rows = [row for row in rows if (row in drawn) == (split == "test")]
-    return ImageFiles(root, [table.names[row] for row in rows], labels[rows], classes)
+    return ImageFiles(root, [table.names[row] for row in rows], labels[rows], train.classes)
 
 
 def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:

@@ -53,8 +53,7 @@ class LanguagePairs:
         """Prepare to read these pairs soon; only `CachedPairs` needs to."""
 
     def _count_longer_side(self) -> NDArray[np.int32]:
-        everything = slice(None)
-        return np.maximum(self.sources.get_lengths(everything), self.targets.get_lengths(everything))
+        return np.maximum(self.sources.get_lengths(slice(None)), self.targets.get_lengths(slice(None)))
 
 
 class ParallelCorpus:

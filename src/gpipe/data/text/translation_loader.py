@@ -189,11 +189,13 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
         batch_size: the most tokens of a mini-batch.
     """
     bounds, start = [], 0
-    for end, length in enumerate(lengths.tolist()):
-        if (end + 1 - start) * length > batch_size:
-            bounds.append((start, end))
-            start = end
-    return [*bounds, (start, len(lengths))] if len(lengths) else []
+    while start < len(lengths):
+        window = lengths[start : start + batch_size // int(lengths[start])]
+        sizes = window * np.arange(1, len(window) + 1)  # of the mini-batch that ends there; ascending
+        end = start + int(np.searchsorted(sizes, batch_size, side="right"))
+        bounds.append((start, end))
+        start = end
+    return bounds
 
 
 @dataclass
