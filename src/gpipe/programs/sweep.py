@@ -78,8 +78,13 @@ def _run_held_job(
     make_outcome = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()
-        record = _find_record(folder, run)
-        lack = None if record is not None else _describe_missing_devices(run)
+        record, launch = _find_record(folder, run), run.launch
+        if record is None and not run.trainer.dry_run:
+            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
+    except DevicesMissing as missing:
+        print(f"\nnot run: {label}: {missing.reason}", flush=True)
+        write_outcome(folder, make_outcome("not run", reason=missing.reason, config=to_plain(run)))
+        return _WORST
     except DataMissing:
         print(f"\nnot run: {label}: data missing", flush=True)
         write_outcome(folder, make_outcome("not run", reason="data missing"))
@@ -89,10 +94,6 @@ def _run_held_job(
         print(f"\njob: {label}", flush=True)
         print(f"error: {reason}", file=sys.stderr, flush=True)
         write_outcome(folder, make_outcome("failed", reason=reason))
-        return _WORST
-    if lack is not None:
-        print(f"\nnot run: {label}: {lack}", flush=True)
-        write_outcome(folder, make_outcome("not run", reason=lack, config=to_plain(run)))
         return _WORST
     print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
     if record is None:
@@ -233,17 +234,6 @@ def _refuse_other_searches(sweeper: DictConfig) -> None:
 
 def _is_search(config: DictConfig) -> bool:
     return str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper")
-
-
-def _describe_missing_devices(run: RunConfig) -> str | None:
-    """Return what a job needs and this machine lacks; None if it lacks nothing."""
-    launch = run.launch
-    try:
-        if not run.trainer.dry_run:
-            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
-    except DevicesMissing as missing:
-        return missing.reason
-    return None
 
 
 def _settle(run: RunConfig) -> RunConfig:
