@@ -14,7 +14,9 @@ import pytest
 from gpipe import PeerFailure
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place, run
-from tests.launch.launched import PYTHONPATH, ROOT, note_place, two
+from tests.launch.launched import PYTHONPATH, note_place, two
+from tests.support.program_server import run_program
+from tests.support.train_program import TRAIN
 
 PRINTING = """
 import sys, time
@@ -103,10 +105,7 @@ def fail_alone(place: Place, folder: Path) -> None:
 
 
 def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | PYTHONPATH, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_program(TRAIN, *arguments, folder=folder)
 
 
 @pytest.mark.parametrize(
