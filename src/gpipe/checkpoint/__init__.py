@@ -27,7 +27,7 @@ A load (read.py):
 
     manifest  each process parses and validates the untrusted manifest.json
     compare   names, shapes and dtypes with the model's; if one process finds a difference, all raise it
-    verify    the files that have this process's layers: size, SHA-256, header
+    verify    the files that have this process's layers: SHA-256, header
     read      the tensors; only then does the model change
 
 Read the files in this order:

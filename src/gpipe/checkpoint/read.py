@@ -1,6 +1,6 @@
 """Read checkpoints: into a pipeline, into plain layers, into one file, or to verify them.
 
-A reader opens only the files that have its layers, and verifies their sizes, hashes and headers first. If any process
+A reader opens only the files that have its layers, and verifies their hashes and headers first. If any process
 finds a fault, CheckpointError is raised on all of them, and nothing has changed.
 """
 
