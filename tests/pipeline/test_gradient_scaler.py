@@ -167,7 +167,7 @@ def test_a_scaler_goes_on_from_its_state() -> None:
 
 def test_a_scaler_that_goes_on_with_a_shorter_interval_rises() -> None:
     scaler = gpipe.GradientScaler(growth_interval=3)
-    scaler.load_state_dict({"scale": 8.0, "num_steps": 5})
+    scaler.load_state_dict({"scale": 8.0, "num_steps": 5, "num_skipped": 0})
     scaler.update(is_skipped=False)
     assert scaler.state_dict() == {"scale": 16.0, "num_steps": 0, "num_skipped": 0}
 
