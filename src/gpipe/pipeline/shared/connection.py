@@ -18,16 +18,16 @@ def connect_stages(
     """Let stages average gradients over the replicas, or shard weights, and let batch norms exchange statistics."""
     if job.num_replicas == 1:
         return
-    for k, stage in stages.items():
-        if shards:
-            from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
-
-            stage.averaging = Sharding(stage.layers, job.replicas)
-        else:
-            stage.averaging = Averaging(stage.layers, job.replicas, is_awaited=k > 0)
+    # Imported before the processes wait for each other.
+    if shards:
+        from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
     if synchronizes:
         from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
-
+    for k, stage in stages.items():
+        stage.averaging = (
+            Sharding(stage.layers, job.replicas) if shards else Averaging(stage.layers, job.replicas, is_awaited=k > 0)
+        )
+    if synchronizes:
         exchange = StatisticsExchange(job.connect_replicas(), layers.named_modules(prefix="layers"))
         for stage in stages.values():
             stage.exchange = exchange
