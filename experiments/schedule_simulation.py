@@ -9,11 +9,12 @@ it is compared with. The tables also show the time that the engine really added 
 step is the machine's. Four minutes.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -22,28 +23,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate, let_small_products_wait
 from experiments.program import StudyProgram
+from experiments.schedule_memory import SCHEDULES
+from experiments.turns import take_turns
 from experiments.zero_bubble import start
+from gpipe.pipeline import schedule_choice
 from gpipe.pipeline.schedule import Rematerialize, Task
-from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.planning.task_timing import measure_task_seconds
 from reproductions.bubble.schedules import SCHEDULE_SIMULATION
 
-# With P and the stages of each device.
-SHAPES = [
-    ("gpipe", 4, 1),
-    ("1f1b", 4, 1),
-    ("interleaved_1f1b", 4, 2),
-    ("split_gpipe", 4, 1),
-    ("zb_h1", 4, 1),
-    ("zb_v", 4, 2),
-]
-NUM_MICROBATCHES, SIZE = 8, 16
+NUM_DEVICES, NUM_MICROBATCHES, SIZE = 4, 8, 16
 MODES = ("never", "always")
 FORWARD, BACKWARD = 0.032, 0.064  # mean seconds of a device per micro-batch
 UNEVEN = (1.0, 1.2, 0.8, 1.0)  # factors of the stages, repeated
@@ -55,16 +48,16 @@ def make_layer(stage: int, stages_per_device: int) -> SplitSleeper:
     return SplitSleeper(SIZE, FORWARD * share, BACKWARD / 2 * share, BACKWARD / 2 * share)
 
 
-def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str, task_seconds: float) -> float:
+def simulate_step(name: str, stages_per_device: int, mode: str, task_seconds: float) -> float:
     """Return the seconds of a step in which only layers, messages and what the engine adds to tasks take time."""
+    num_stages = NUM_DEVICES * stages_per_device
     layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
-
     speed = replace(Speed.of(find_accelerator("cpu"), "float32"), task_seconds=task_seconds)
 
     def get_seconds(task: Task) -> float:
         return layers[task.stage].seconds.of(task.kind) + speed.task_seconds
 
-    schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
+    schedule = schedule_choice.SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
     message = speed.transfer_seconds(4 * SIZE)
     return simulate(schedule, get_seconds, lambda _: message).makespan_seconds
 
@@ -77,63 +70,52 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
     calibrate()
     let_small_products_wait()
     batch = torch.randn(NUM_MICROBATCHES, SIZE), torch.randn(NUM_MICROBATCHES, SIZE)
-    steps, makespans, added = {}, {}, {}
-    for name, _, stages_per_device in SHAPES:
-        for mode in MODES:
-            num_stages = num_devices * stages_per_device
-            layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
-            pipeline = gpipe.Pipeline(
-                nn.Sequential(*layers),
-                compute_loss,
-                [1] * num_stages,
-                NUM_MICROBATCHES,
-                rematerialize=mode,
-                schedule=name,
-                stages_per_device=stages_per_device,
-                mesh=mesh,
-            )
-            key = f"{name}, {mode}"
-            makespans[key], added[key] = [], []
-            slept = [layer.seconds for layer in layers]
-            steps[key] = partial(_step, pipeline, batch, slept, makespans[key], added[key])
-    what = "rounds" if rank == 0 else None
-    seconds = measure_median_seconds(steps, rounds, dist.barrier, what=what)
-    if rank == 0:
-        results.put(
-            {key: (seconds[key], *(statistics.median(of[key][1:]) for of in (makespans, added))) for key in steps}
+    ways = {}
+    for (name, stages_per_device), mode in product(SCHEDULES, MODES):
+        num_stages = num_devices * stages_per_device
+        layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
+        pipeline = gpipe.Pipeline(
+            nn.Sequential(*layers),
+            compute_loss,
+            [1] * num_stages,
+            NUM_MICROBATCHES,
+            rematerialize=mode,
+            schedule=name,
+            stages_per_device=stages_per_device,
+            mesh=mesh,
         )
+        ways[name, mode] = partial(_step, pipeline, batch, [layer.seconds for layer in layers])
+    found = take_turns(ways, rounds, "rounds" if rank == 0 else None)
+    if rank == 0:
+        results.put({key: [median(column) for column in zip(*each, strict=True)] for key, each in found.items()})
     dist.barrier()
-    del pipeline, steps
+    del pipeline, ways
     dist.destroy_process_group()
 
 
 def _step(
-    pipeline: gpipe.Pipeline,
-    batch: tuple[Tensor, Tensor],
-    slept: Sequence[LayerSeconds],
-    makespans: list[float],
-    added: list[float],
-) -> None:
-    """Make a step; note its time, and by how much its tasks exceed the sleep of their layers, on average."""
+    pipeline: gpipe.Pipeline, batch: tuple[Tensor, Tensor], slept: Sequence[LayerSeconds]
+) -> tuple[float, float, float]:
+    """Make a step; return its seconds, those of its tasks, and by how much a task exceeds its sleep, on average."""
+    dist.barrier()
+    begin = time.perf_counter()
     timeline = pipeline.train_step(batch, record_timeline=True).timeline
-    makespans.append(timeline.makespan_seconds)
-    added.append(
-        statistics.fmean(end - start - slept[task.stage].of(task.kind) for task, start, end in timeline.events)
-    )
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    added = fmean(end - start - slept[task.stage].of(task.kind) for task, start, end in timeline.events)
+    return seconds, timeline.makespan_seconds, added
 
 
 def measure_all(rounds: int, task_seconds: float) -> list[dict[str, Any]]:
     """Return one row per schedule and mode."""
-    num_devices = SHAPES[0][1]
-    found = start(measure, num_devices, rounds, 29690)
+    found = start(measure, NUM_DEVICES, rounds, 29690)
     rows = []
-    for name, _, stages_per_device in SHAPES:
-        for mode in MODES:
-            step, makespan, added = found[f"{name}, {mode}"]
-            simulated = simulate_step(name, num_devices * stages_per_device, stages_per_device, mode, task_seconds)
-            rows.append({"schedule": name, "num_devices": num_devices, "stages_per_device": stages_per_device})
-            rows[-1] |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
-            rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated, "added_seconds": added}
+    for (name, stages_per_device), mode in product(SCHEDULES, MODES):
+        step, makespan, added = found[name, mode]
+        simulated = simulate_step(name, stages_per_device, mode, task_seconds)
+        row = {"schedule": name, "num_devices": NUM_DEVICES, "stages_per_device": stages_per_device}
+        row |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
+        rows.append(row | {"makespan_seconds": makespan, "simulated_seconds": simulated, "added_seconds": added})
     return rows
 
 

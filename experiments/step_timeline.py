@@ -36,9 +36,9 @@ def read_events(trace: Path) -> list[list[Any]]:
     return rows
 
 
-def run(experiment: str, overrides: list[str]) -> Record:
+def run(experiment: str) -> Record:
     """Train a model of Table 2 and return the run's record, with the tasks of its last step."""
-    command = ["train.py", f"+experiment={experiment}", *SHAPE, *overrides]
+    command = ["train.py", f"+experiment={experiment}", *SHAPE]
     with TemporaryDirectory() as folder:
         train = [sys.executable, *command, f"hydra.run.dir={folder}/run"]
         subprocess.run(train, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -49,9 +49,9 @@ def run(experiment: str, overrides: list[str]) -> Record:
     return replace(record, command=command_line(), experiment=STEP_TIMELINE.experiment, results=results)
 
 
-def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
+def find_quickest(experiment: str, num_runs: int) -> Record:
     """Return the record of the run whose last step was the quickest, with the number of runs."""
-    records = [run(experiment, overrides) for _ in track(range(num_runs), f"runs of {experiment}")]
+    records = [run(experiment) for _ in track(range(num_runs), f"runs of {experiment}")]
     best = min(records, key=lambda record: max(end for *_, end in record.results["events"]))
     return replace(best, results={"num_runs": num_runs, **best.results})
 
@@ -59,7 +59,6 @@ def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Recor
 if __name__ == "__main__":
     tables = {CLAIM: [step_timeline, *STEP_TIMELINE.tables]}
     program = StudyProgram(__doc__, tables, rounds=4, what_rounds_are="runs of each model")
-    program.parser.add_argument("overrides", nargs="*", help="settings of train.py for all runs")
     options = program.parse()
-    found = [find_quickest(experiment, options.overrides, options.rounds) for experiment in EXPERIMENTS]
+    found = [find_quickest(experiment, options.rounds) for experiment in EXPERIMENTS]
     program.publish({CLAIM: found})

@@ -32,13 +32,7 @@ _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.y
 _PLACES = {
     "bubble": _PIPELINE,
     "task_independence": ("src/gpipe/tracing/*.py",),
-    "table1_model_size": (
-        *_PIPELINE,
-        *_AMOEBANET,
-        *_TRANSFORMER,
-        _CAPACITY,
-        "src/gpipe/planning/*.py",
-    ),
+    "table1_model_size": (*_PIPELINE, *_AMOEBANET, *_TRANSFORMER, _CAPACITY, "src/gpipe/planning/*.py"),
     "table2_throughput": (
         *_PIPELINE,
         *_AMOEBANET,

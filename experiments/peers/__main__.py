@@ -43,7 +43,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
     if cell.device == "cpu" and cell.num_stages > num_cores:
         reason = f"not run: {cell.num_stages} stages need {cell.num_stages} cores, here: {num_cores}"
         return [fixed | {"engine": name, "outcome": reason} for name in ENGINES]
-    seconds = measure_seconds_in_turns(cell, options.rounds, options.steps)
+    seconds = measure_seconds_in_turns(cell, options.rounds)
     rows = []
     for name in ENGINES:
         if name not in seconds:
@@ -52,7 +52,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
         row = fixed | {"engine": name, "outcome": "measured", "step_seconds": seconds[name]}
         row["examples_per_second"] = cell.model.batch_size / statistics.median(seconds[name])
         row["ours_over_this"] = median_ratio(seconds[name], seconds[OURS])
-        row["peak_memory_bytes"] = measure_memory_growth(cell, name, options.steps)
+        row["peak_memory_bytes"] = measure_memory_growth(cell, name)
         rows.append(row)
     return rows
 
@@ -89,7 +89,6 @@ if __name__ == "__main__":
     parser.add_argument("--num-stages", type=parse_numbers, default=[1, 2], help="K, such as 1,2,4,8")
     parser.add_argument("--num-microbatches", type=parse_numbers, default=[1, 4, 32], help="M, such as 1,4,32")
     parser.add_argument("--partitions", type=parse_numbers, default=[2, 4, 8], help="K whose partitions are compared")
-    parser.add_argument("--steps", type=int, default=1, help="steps in a row in each turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = program.parse()
     if options.scale == "tiny":
@@ -100,7 +99,7 @@ if __name__ == "__main__":
     workloads = [SCALES[options.scale][name] for name in options.models]
     partitions = [row for workload in workloads for row in measure_partitions(workload, options)]
     config = {"models": [workload.describe() for workload in workloads], "rounds": options.rounds}
-    config |= {"steps": options.steps, "device": options.device, "rematerialize": "always"}
+    config |= {"steps": 1, "device": options.device, "rematerialize": "always"}
     results = {"grid": list(measure_grid(options)), "partitions": partitions}
     gpus = [torch.cuda.get_device_name()] if options.device == "cuda" else []
     program.publish_record(PEERS.make_record(config, results, gpus=gpus))

@@ -12,17 +12,17 @@ from experiments.turns import clock, take_turns
 from gpipe.pipeline.step_report import measure_peak_memory, reset_peak_memory
 
 
-def measure_seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Run the engines in turns, A B C A B C ..., several steps each; return the seconds per step of each round."""
-    return run(_time_engines, cell, cell.num_processes, rounds, steps, device=cell.device)
+def measure_seconds_in_turns(cell: Cell, rounds: int) -> dict[str, list[float]]:
+    """Run the engines in turns, A B C A B C ...; return the seconds of each round."""
+    return run(_time_engines, cell, cell.num_processes, rounds, device=cell.device)
 
 
-def measure_memory_growth(cell: Cell, engine: str, steps: int) -> int | None:
+def measure_memory_growth(cell: Cell, engine: str) -> int | None:
     """Return the growth of an engine's largest process, with weights and gradients."""
-    return run(_measure_growth, cell, count_processes(engine, cell.num_processes), engine, steps, device=cell.device)
+    return run(_measure_growth, cell, count_processes(engine, cell.num_processes), engine, device=cell.device)
 
 
-def _time_engines(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str, list[float]]:
+def _time_engines(cell: Cell, place: Place, rounds: int) -> dict[str, list[float]]:
     setting = cell.model, cell.partitions, cell.num_microbatches, place
     wait = partial(fence, place)
     ways = {}
@@ -30,17 +30,16 @@ def _time_engines(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str
         if explain_not_run(name, cell.num_stages, place.num_processes) is None:
             takes_part = place.rank < count_processes(name, place.num_processes)
             step = make(*setting).step if takes_part else lambda: None
-            ways[name] = partial(clock, step, steps, wait)
+            ways[name] = partial(clock, step, fence=wait)
     return take_turns(ways, rounds, what=None)
 
 
-def _measure_growth(cell: Cell, place: Place, engine: str, steps: int) -> int | None:
+def _measure_growth(cell: Cell, place: Place, engine: str) -> int | None:
     _warm_up(cell, place, engine)
     failure = reset_peak_memory()
     before = measure_peak_memory({*place.devices})
     made = ENGINES[engine](cell.model, cell.partitions, cell.num_microbatches, place)
-    for _ in range(steps):
-        made.step()
+    made.step()
     grown = None if failure else measure_peak_memory({*place.devices}) - before
     parts: list[int | None] = [None] * place.num_processes
     dist.all_gather_object(parts, grown, group=make_host_group())  # noqa: TID251 - between processes that this program started

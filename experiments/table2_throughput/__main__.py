@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gpipe
 from experiments.program import StudyProgram, track
-from experiments.table2_throughput.study import EFFICIENCY, Study
+from experiments.table2_throughput.study import EFFICIENCY, TableModel
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.planning.timing import LayerTimer
@@ -61,29 +61,31 @@ def make_transformer(num_layers: int, **sizes: int) -> nn.Sequential:
         return transformer_lm(num_layers, **sizes)
 
 
-def make_studies(*, is_small: bool) -> dict[str, list[Study]]:
+def make_studies(*, is_small: bool) -> dict[str, list[TableModel]]:
     """Return the models of each table with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
     v2, v3, p100 = (ACCELERATORS[name] for name in ("tpu_v2", "tpu_v3", "p100"))
     if is_small:
         narrow = make_transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
         table2 = [
-            Study("AmoebaNet-D (3,16)", make_amoebanet(3, 16, 64), partial(make_images, 64), v2, 1, (1,)),
-            Study("Transformer-8", narrow, partial(make_tokens, 16, 64), v3, 1, (1,)),
+            TableModel("AmoebaNet-D (3,16)", make_amoebanet(3, 16, 64), partial(make_images, 64), v2, 1, (1,)),
+            TableModel("Transformer-8", narrow, partial(make_tokens, 16, 64), v3, 1, (1,)),
         ]
         table3 = [replace(study, device=p100) for study in table2]
     else:
         image, text = (partial(make_images, 224), 128, (1, 4, 16)), (partial(make_tokens, 1024, 32_000), 32, (1, 2))
         table2, table3 = [
             [
-                Study(f"AmoebaNet-D (18,{width})", make_amoebanet(18, width, 224), image[0], devices[0], *image[1:]),
-                Study(f"Transformer-{depth}", make_transformer(depth), text[0], devices[1], *text[1:]),
+                TableModel(
+                    f"AmoebaNet-D (18,{width})", make_amoebanet(18, width, 224), image[0], devices[0], *image[1:]
+                ),
+                TableModel(f"Transformer-{depth}", make_transformer(depth), text[0], devices[1], *text[1:]),
             ]
             for width, depth, devices in ((256, 48, (v2, v3)), (128, 24, (p100, p100)))
         ]
     return {"table2_throughput": table2, "table3_slow_links": table3}
 
 
-def make_results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
+def make_results(study: TableModel, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
     """Return a model's part of a record."""
     grid = [(k, m) for k in NUM_STAGES for m in numbers_of_microbatches]
     measured = {} if kind == "planned" else study.timings

@@ -25,7 +25,7 @@ LOSS = ClassificationLoss()
 
 
 @dataclass
-class Study:
+class TableModel:
     """One model.
 
     Attributes:

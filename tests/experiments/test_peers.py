@@ -47,7 +47,7 @@ def test_all_engines_compute_the_same_gradients(workload: str, processes: Proces
 
 
 def test_a_record_says_how_fast_and_large_each_engine_is(tmp_path: Path) -> None:
-    options = (*TINY, "--rounds", "1", "--steps", "1", "--record", str(tmp_path))
+    options = (*TINY, "--rounds", "1", "--record", str(tmp_path))
     program = tmp_path / "peers_on_one_core.py"
     program.write_text(ON_ONE_CORE)
     done = run_program(program, *options)

@@ -17,7 +17,7 @@ from experiments.table1_capacity import plans
 from experiments.table1_capacity.columns import COLUMNS, Column
 from experiments.table1_capacity.variants import VARIANTS, vary
 from experiments.table2_throughput.__main__ import make_studies
-from experiments.table2_throughput.study import Study
+from experiments.table2_throughput.study import TableModel
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.records import read_records
@@ -39,7 +39,7 @@ def as_recorded(results: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def studies() -> dict[str, list[Study]]:
+def studies() -> dict[str, list[TableModel]]:
     return make_studies(is_small=False)
 
 
@@ -55,7 +55,7 @@ def studies() -> dict[str, list[Study]]:
     ],
 )
 def test_a_cell_of_tables_2_and_3_is_planned_as_on_its_page(
-    studies: dict[str, list[Study]],
+    studies: dict[str, list[TableModel]],
     table: str,
     place: int,
     num_stages: int,

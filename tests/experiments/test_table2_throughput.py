@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.table2_throughput.study import Study
+from experiments.table2_throughput.study import TableModel
 from gpipe.models import transformer_lm
 from gpipe.planning.accelerator import Accelerator, LayerSeconds
 from gpipe.planning.step import Setting
@@ -72,16 +72,16 @@ def timed(forward: float, update: float = 0.0) -> list[LayerTiming]:
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
+def study() -> TableModel:
     """Return a Transformer whose layers take 1.5 times as long for two examples as for one, linked without delay."""
     with torch.device("meta"):
         layers = transformer_lm(NUM_LAYERS, vocabulary_size=16, model_size=8, feedforward_size=16, num_heads=2)
     device = Accelerator("d", 10**9, 1e9, 1e9, 1e9, 1e9, 1e30, 0.0, starts_ahead=False)
-    return Study("T", layers, tokens, device, 8, (1, 2), fixed_size=2, timings={1: timed(1.0), 2: timed(1.5)})
+    return TableModel("T", layers, tokens, device, 8, (1, 2), fixed_size=2, timings={1: timed(1.0), 2: timed(1.5)})
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 1), (4, 1), (4, 4), (8, 32)])
-def test_equal_layers_take_what_the_formula_says(study: Study, num_stages: int, num_microbatches: int) -> None:
+def test_equal_layers_take_what_the_formula_says(study: TableModel, num_stages: int, num_microbatches: int) -> None:
     k, m = num_stages, num_microbatches
     cell = replace(study, timings={2: timed(1.5, update=5.0)}).cell(k, m, "simulated", "fixed", "seconds")
     assert cell["partitions"] == [8 // k] * k and cell["imbalance"] == pytest.approx(0)
@@ -91,18 +91,18 @@ def test_equal_layers_take_what_the_formula_says(study: Study, num_stages: int, 
     assert cell["examples_per_second"] == pytest.approx(2 * m / expected)
 
 
-def test_a_size_that_was_not_timed_takes_as_long_an_example_as_the_nearest_smaller(study: Study) -> None:
+def test_a_size_that_was_not_timed_takes_as_long_an_example_as_the_nearest_smaller(study: TableModel) -> None:
     assert study.seconds(8, "simulated")[0] == LayerSeconds(6.0, 6.0, 12.0)
 
 
-def test_a_transfer_keeps_its_ratio_to_computing(study: Study) -> None:
+def test_a_transfer_keeps_its_ratio_to_computing(study: TableModel) -> None:
     found = replace(study, device=replace(study.device, link_bandwidth=100.0))
     times_slower = found.flops_per_second("planned") / found.flops_per_second("simulated")
     assert found.speed("simulated").link_bytes_per_second == pytest.approx(100.0 / times_slower)
     assert found.speed("planned").link_bytes_per_second == 100.0
 
 
-def test_the_largest_power_of_two_that_fits_is_chosen(study: Study) -> None:
+def test_the_largest_power_of_two_that_fits_is_chosen(study: TableModel) -> None:
     setting = Setting(2, 4)
     needs = {size: study.peak_bytes(size, setting, "simulated", "seconds") for size in (1, 2, 4, 8)}
     for room, size in ((needs[8], 8), (needs[8] - 1, 4), (needs[2], 2), (needs[1] - 1, 1)):
@@ -110,12 +110,12 @@ def test_the_largest_power_of_two_that_fits_is_chosen(study: Study) -> None:
         assert found.find_fitting_size(setting, "simulated", "seconds") == size
 
 
-def test_equal_mini_batches_are_shared_out_over_the_micro_batches(study: Study) -> None:
+def test_equal_mini_batches_are_shared_out_over_the_micro_batches(study: TableModel) -> None:
     sizes = [study.cell(2, m, "simulated", "equal", "seconds")["microbatch_size"] for m in (1, 4, 8)]
     assert sizes == [8, 2, 1]
 
 
-def test_a_cut_by_flops_does_not_look_at_seconds(study: Study) -> None:
+def test_a_cut_by_flops_does_not_look_at_seconds(study: TableModel) -> None:
     seconds = [100.0] + [1.0] * 8
     uneven = replace(study, timings={1: [LayerTiming(LayerSeconds(forward, 0, 0)) for forward in seconds]})
     assert uneven.cut(1, 2, "simulated", "seconds") == [1, 7]
