@@ -111,7 +111,9 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
                 "without them, gradients that destroy the learning progress",
                 "; ".join(
-                    f"{measures}: {_describe_outcomes(runs)}" for measures, runs in _group_by_measures(settings).items()
+                    f"{measures}: "
+                    + ", ".join(f"{count} of {len(runs)} {text}" for text, count in _count_outcomes(runs).items())
+                    for measures, runs in _group_by_measures(settings).items()
                 ),
                 verdict=format_verdicts(losses, ".3f") if is_compared else NO_PAIR,
                 scope="intervals over seeds, not over validation lines",
@@ -207,7 +209,10 @@ def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, floa
             ways = found.setdefault(f"{one.setting}, {one.recipe}", {})
             ways.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
     return {
-        setting: {way: [run for _, run in sorted(ways[way].items())] for way in sorted(ways, key=_order)}
+        setting: {
+            (scaled, limit): [run for _, run in sorted(ways[scaled, limit].items())]
+            for scaled, limit in sorted(ways, key=lambda way: (not way[0], way[1] is None, way[1] or 0))
+        }
         for setting, ways in found.items()
     }
 
@@ -249,10 +254,8 @@ def _group_by_measures(
     return {f"with {measures}": runs for measures, runs in found.items() if runs}
 
 
-def _describe_outcomes(runs: Sequence[Record]) -> str:
-    """Write how many of some trainings had which outcome."""
-    counts = Counter(map(describe_outcome, runs)).items()
-    return ", ".join(f"{count} of {len(runs)} {text}" for text, count in counts)
+def _count_outcomes(runs: Sequence[Record]) -> Mapping[str, int]:
+    return Counter(map(describe_outcome, runs))
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -260,7 +263,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"T({', '.join(map(str, shape_of(row)))}), {row['model_size']} wide"
 
 
-def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list[str]:
+def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list[object]:
     """Return the row of one way to train a deep model."""
     ended = [run for run in runs if "failure" not in run.results]
     evaluations = [next(iter(run.results["evaluation"].values())) for run in ended]
@@ -270,7 +273,7 @@ def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list
     return [
         "yes" if scaled else "no",
         "none" if limit is None else f"{limit:g}",
-        str(len(runs)),
+        len(runs),
         spread([figures["loss"] for figures in evaluations], ".3f"),
         spread([run.results.get("least_loss", {}).get("loss") for run in ended], ".3f"),
         spread([course[0].get("nll") for course in courses if course], ".3f"),
@@ -278,13 +281,8 @@ def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list
         spread([largest_rise(course) for course in courses], ".3f"),
         f"{max(norms):.3g}" if norms else "",
         "" if limit is None else spread([mean(clipped)], ".2%"),
-        ", ".join(f"{text}: {count}" for text, count in Counter(map(describe_outcome, runs)).items()),
+        ", ".join(f"{text}: {count}" for text, count in _count_outcomes(runs).items()),
     ]
-
-
-def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
-    scaled, limit = way
-    return not scaled, limit is None, limit or 0
 
 
 def _compare_losses(

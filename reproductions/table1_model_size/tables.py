@@ -171,14 +171,12 @@ def _larger(
 
 def _plan_peak(column: Mapping[str, Any], cut: str = MEASURED_CUT) -> int:
     """Return the planned peak of a column's fullest device."""
-    peak: int = max(device["peak_bytes"] for device in column["cuts"][cut]["devices"])
-    return peak
+    return int(max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]))
 
 
 def _find_peak(column: Mapping[str, Any]) -> float:
     """Return the peak of a column's fullest measured stage, infinite if one ran out of memory."""
-    peak: float = inf if "out_of_memory" in column else max(column["peak_bytes"])
-    return peak
+    return float(inf if "out_of_memory" in column else max(column["peak_bytes"]))
 
 
 def fit(peak_bytes: float, memory_bytes: int) -> str:

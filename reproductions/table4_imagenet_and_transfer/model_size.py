@@ -37,8 +37,7 @@ class Tuned:
     @property
     def rate(self) -> float:
         """The learning rate that was chosen."""
-        rate: float = learning_rate(next(iter(self.runs.values())))
-        return rate
+        return float(learning_rate(next(iter(self.runs.values()))))
 
     @cached_property
     def top1(self) -> dict[int, float]:
@@ -48,8 +47,7 @@ class Tuned:
 
 def learning_rate(run: Record) -> float:
     """Return the learning rate of a run."""
-    rate: float = run.config["optimizer"]["learning_rate"]
-    return rate
+    return float(run.config["optimizer"]["learning_rate"])
 
 
 def validation_top1(run: Record) -> float:
@@ -159,5 +157,4 @@ def _describe(size: Tuned | None) -> list[str]:
 
 
 def _top1(run: Record, images: str) -> float:
-    value: float = run.results["evaluation"][images]["top1"]
-    return value
+    return float(run.results["evaluation"][images]["top1"])

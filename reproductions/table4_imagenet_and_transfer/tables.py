@@ -177,8 +177,7 @@ def _count_paper(paper: Paper, runs: Sequence[Record]) -> str:
 
 def data_of(record: Record) -> str:
     """Return the name of a record's data set; empty if it has none."""
-    name: str = record.config.get("data", {}).get("name", "")
-    return name
+    return str(record.config.get("data", {}).get("name", ""))
 
 
 def is_tuned(run: Record) -> bool:

@@ -22,7 +22,7 @@ from reproductions.translation_runs import (
     spread,
     trainings,
 )
-from reproductions.verdict import Interval, over_seeds
+from reproductions.verdict import over_seeds
 
 PAPER_SCALE = "batch_size"
 LAPTOP = "batch_size_laptop"
@@ -42,7 +42,7 @@ def table5(records: Sequence[Record], paper: Paper) -> str:
             spread([average(records, one, "bleu") for one in runs], ".2f"),
             spread([one.last("loss") for one in runs], ".2f"),
         ]
-        cells = [row["bleu"], ours[0] or "not run", row["nll"], ours[1] or "not run", str(len(runs))]
+        cells = [row["bleu"], ours[0] or "not run", row["nll"], ours[1] or "not run", len(runs)]
         rows.append([row["title"], *cells])
     return markdown(["tokens per mini-batch", "BLEU: paper", "ours", "NLL: paper", "ours", "runs"], rows)
 
@@ -72,7 +72,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     for experiment, fixed in FIXED.items():
         for small in small_runs(records, experiment).values() or [{}]:
             found = [
-                (f"{one:,} to {other:,}", _gain(experiment, small[one], small[other]))
+                (f"{one:,} to {other:,}", over_seeds(_gains(experiment, small[one], small[other])))
                 for one, other in itertools.pairwise(small)
             ]
             losses = [spread([_loss(experiment, one) for one in seeds.values()], ".2f") for seeds in small.values()]
@@ -138,7 +138,8 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
         for size, seeds in sizes.items():
             runs = list(seeds.values())
             steps = sorted({one.run.results["num_steps"] for one in runs})
-            interval = _gain(experiment, smaller, seeds)
+            gains = _gains(experiment, smaller, seeds)
+            interval = over_seeds(gains)
             rows.append(
                 [
                     setting,
@@ -146,9 +147,9 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
                     ", ".join(sorted({str(one.run.config["pipeline"]["num_microbatches"]) for one in runs})),
                     ", ".join(f"{number:,}" for number in steps),
                     ", ".join(f"{number * size:,}" for number in steps),
-                    str(len(runs)),
+                    len(runs),
                     spread([_loss(experiment, one) for one in runs], ".3f"),
-                    spread(_gains(experiment, smaller, seeds), ".3f", "+"),
+                    spread(gains, ".3f", "+"),
                     *(spread([average(records, one, name) for one in runs], ".2f") for name in ("bleu", "chrf")),
                     "" if interval is None else interval.describe(".3f"),
                 ]
@@ -158,10 +159,7 @@ def _laptop_table(records: Sequence[Record], experiment: str) -> str:
         return not_run(_COMMAND.format(experiment))
     header = ["model, data", "tokens per mini-batch", "M", "steps", "steps x tokens", "runs", "NLL, nats per token"]
     found = beams(one for sizes in small_runs(records, experiment).values() for one in _all(sizes))
-    scores = (
-        ", ".join(["BLEU", *map(describe_search, found[:1])]),
-        ", ".join(["chrF", *map(describe_search, found[:1])]),
-    )
+    scores = (", ".join([name, *map(describe_search, found[:1])]) for name in ("BLEU", "chrF"))
     table = markdown([*header, "gain over the row above", *scores, "larger is better, NLL"], rows)
     return table if found else f"{table}\nBLEU and chrF: {not_run(SCORER).lower()}"
 
@@ -223,13 +221,9 @@ def _gains(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int,
     return [gain for gain in gains if gain is not None]
 
 
-def _gain(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> Interval | None:
-    return over_seeds(_gains(experiment, smaller, larger))
-
-
 def _describe_rates(records: Sequence[Record], experiment: str, sizes: Mapping[int, Mapping[int, Trained]]) -> str:
     """Say that all mini-batches have one learning rate that nothing chose, where it is so, and for how many steps."""
-    found = [one for seeds in sizes.values() for one in seeds.values()]
+    found = _all(sizes)
     if len(sizes) < 2 or len({one.recipe.learning_rate for one in found}) > 1 or searches(records, experiment):
         return ""
     steps = [one.run.results["num_steps"] for one in found]
@@ -239,8 +233,7 @@ def _describe_rates(records: Sequence[Record], experiment: str, sizes: Mapping[i
 
 def _size(one: Trained) -> int:
     """Return the tokens of its mini-batch."""
-    size: int = one.run.config["trainer"]["batch_size"]
-    return size
+    return int(one.run.config["trainer"]["batch_size"])
 
 
 def _count_items(records: Sequence[Record], found: Sequence[Trained]) -> str:
@@ -252,7 +245,7 @@ def _count_items(records: Sequence[Record], found: Sequence[Trained]) -> str:
     return f"NLL: {valid or 'the validation set'}" + (f"; scores: {scored}, {len(counts)} languages" if counts else "")
 
 
-def _all(sizes: dict[int, dict[int, Trained]]) -> list[Trained]:
+def _all(sizes: Mapping[int, Mapping[int, Trained]]) -> list[Trained]:
     return [one for seeds in sizes.values() for one in seeds.values()]
 
 
