@@ -196,10 +196,10 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
         return list(known)
     for language in languages:
         if language not in known:
+            some = ", ".join(known) if len(known) <= 8 else f"{', '.join(known[:8])}, ... ({len(known)} in all)"
             quote = "write 'no' in quotes, which YAML reads as false, or " if language == "False" else ""
             raise ValueError(
-                f"data.languages has {language!r}, which the corpus {name} does not have: {quote}choose among "
-                f"{_list_some(known)}"
+                f"data.languages has {language!r}, which the corpus {name} does not have: {quote}choose among {some}"
             )
     return sorted(set(languages))
 
@@ -207,8 +207,3 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
 def _find_row(name: str) -> CorpusSource:
     check_known("corpus", name, CORPORA)
     return CORPORA[name]
-
-
-def _list_some(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names and, if there are more, their total number."""
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"
