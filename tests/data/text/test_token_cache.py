@@ -245,6 +245,21 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(root: Path) -> None:
     assert len(open_text(root)) == 20_000
 
 
+def test_a_low_limit_of_open_files_is_raised(root: Path) -> None:
+    languages = [f"l{number}" for number in range(5)]
+    for language in languages:
+        write_parallel(root, "train", language, PAIRS)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)  # the lowest free number
+    os.close(spare)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 20, limits[1]))  # 30 files of the cache stay open
+        corpus = open_text(root, languages=languages)
+        assert all(ids(corpus.pair(language, 0)[1]) == expected()[0] for language in languages)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_the_cache_may_lie_elsewhere(root: Path, tmp_path: Path) -> None:
     (root / "token_cache").write_text("in the way, as a folder that cannot be written is")
     sentence = (
