@@ -5,11 +5,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from experiments.table1_capacity.small_columns import COLUMNS, IMAGES
 
-from experiments.table1_capacity.columns import Column
+from experiments.table1_capacity.columns import SMALL_COLUMNS, Column
 from tests.simulated_cuda.capacity import measure_with
 from tests.simulated_cuda.machine import Machine
+
+IMAGES, _ = SMALL_COLUMNS
 
 
 @cache
@@ -19,7 +20,7 @@ def measure_without_limit(machine: Machine, column: Column) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.family)
+@pytest.mark.parametrize("column", SMALL_COLUMNS, ids=lambda column: column.family)
 def test_a_gpu_holds_what_was_planned(column: Column, simulated: Machine) -> None:
     found = measure_without_limit(simulated, column)
     assert found["fits"]
