@@ -32,3 +32,12 @@ def explain_non_finite(
     before = f"; {skipped} steps were skipped before" if skipped else ""
     saved = "; the state before that step is saved" if is_saved else ""
     return NonFiniteError(f"{error.what}: {where}{before}{saved}", stage=None if place is None else place.stage)
+
+
+def explain_non_finite_evaluation(what: str, value: float, step: int, *, is_saved: bool) -> ValueError:
+    """Return the error for a loss of an evaluation after some steps; pages of results know a run by it that diverged."""
+    saved = " (the state is saved)" if is_saved else ""
+    return ValueError(
+        f"the {what} after step {step} is {value}{saved}: lower the learning rate, clip the gradients, or resume from "
+        "an earlier checkpoint."
+    )

@@ -28,7 +28,7 @@ from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import get_tensors, load_newest, wrap_optimizer
 from gpipe.training.ema import Ema
-from gpipe.training.endings import Stopped, explain_non_finite
+from gpipe.training.endings import Stopped, explain_non_finite, explain_non_finite_evaluation
 from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate_on_all
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
@@ -510,11 +510,8 @@ class Trainer:
                 if metric.endswith("loss") and not math.isfinite(value):
                     self._save()
                     self._saver.wait()
-                    saved = " (the state is saved)" if self._is_saved else ""
-                    raise ValueError(
-                        f"the {metric} on {name} after step {self.pipeline.step} is {value}{saved}: lower the learning "
-                        "rate, clip the gradients, or resume from an earlier checkpoint."
-                    )
+                    what = f"{metric} on {name}"
+                    raise explain_non_finite_evaluation(what, value, self.pipeline.step, is_saved=self._is_saved)
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
