@@ -228,7 +228,7 @@ def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_
         readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
     (folder / "runs.jsonl").touch()
     for attempt, cpu in enumerate(("slow", "slow", "fast")):
-        monkeypatch.setattr("gpipe.records._cpu_model", lambda cpu=cpu: cpu)
+        monkeypatch.setattr("gpipe.records._read_processor", {"model name": cpu, "flags": ""}.__getitem__)
         for num_stages in (2, 8, 16):
             job = sweep / f"stages={num_stages}"
             job.mkdir(parents=True, exist_ok=True)

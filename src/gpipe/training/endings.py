@@ -35,7 +35,7 @@ def explain_non_finite(
 
 
 def explain_non_finite_evaluation(what: str, value: float, step: int, *, is_saved: bool) -> ValueError:
-    """Return the error for a loss of an evaluation after some steps; pages of results know a run by it that diverged."""
+    """Return the error for a loss of an evaluation; by it, pages of results know a run that diverged."""
     saved = " (the state is saved)" if is_saved else ""
     return ValueError(
         f"the {what} after step {step} is {value}{saved}: lower the learning rate, clip the gradients, or resume from "
