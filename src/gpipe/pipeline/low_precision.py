@@ -10,7 +10,7 @@ layers must ask for it, since it may change their results: a sum with their inpu
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Payload
 
@@ -35,13 +35,15 @@ def wants_low_precision(layer: nn.Module) -> bool:
 
 def lower(payload: Payload) -> Payload:
     """Return a payload whose float32 tensors have the type that autocast computes in, where it is on."""
-    lowered = [
-        tensor.to(torch.get_autocast_dtype(tensor.device.type))
-        if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type)
-        else tensor
-        for tensor in payload.tensors
-    ]
-    return payload.replace(lowered)
+    return payload.replace([_lower(tensor) for tensor in payload.tensors])
+
+
+def _lower(tensor: Tensor) -> Tensor:
+    device_type = tensor.device.type
+    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
+        return tensor
+    dtype = torch.get_autocast_dtype(device_type)
+    return tensor.to(dtype)
 
 
 def _has_hooks(layer: nn.Module) -> bool:
