@@ -3,7 +3,7 @@
 Our memory and torchgpipe's is in GiB; the paper's is as printed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -30,9 +30,9 @@ def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
             name_column(row),
             row["parameters"],
             row["torchgpipe_parameters"],
-            *_counts(columns[_key(row)], row["parameters"]),
+            *_counts(column, row["parameters"]),
         ]
-        for row in paper
+        for row, column in _beside(paper, columns)
     ]
     header = ["model", "paper", "torchgpipe", "ours", "printed", "ours with auxiliary head", "printed"]
     return markdown([*header, "agrees with the paper"], rows)
@@ -44,8 +44,8 @@ def table1_memory(records: Sequence[Record], paper: Paper) -> str:
     if not columns:
         return not_run(PROGRAM)
     rows = []
-    for row in paper:
-        cuts = columns[_key(row)]["cuts"]
+    for row, column in _beside(paper, columns):
+        cuts = column["cuts"]
         parameters = _total(cuts[MEASURED_CUT], "parameter_bytes")
         activations = [_total(cuts[cut], "activation_bytes") for cut in CUTS]
         known = [row["parameter_gb"], row["torchgpipe_parameter_gib"], parameters]
@@ -77,8 +77,7 @@ def table1_devices(records: Sequence[Record], paper: Paper) -> str:
     if not columns:
         return not_run(PROGRAM)
     rows = []
-    for row in paper:
-        column = columns[_key(row)]
+    for row, column in _beside(paper, columns):
         room = column["memory_bytes"]
         peaks = [_plan_peak(column, cut) for cut in CUTS]
         planned = [cell for peak in peaks for cell in (_gibibytes(peak), fit(peak, room))]
@@ -110,10 +109,7 @@ def table1_measured(records: Sequence[Record], paper: Paper) -> str:
     if not columns:
         return not_run(ON_GPU)
     rows = []
-    for row in paper:
-        column = columns.get(_key(row))
-        if column is None:
-            continue
+    for row, column in _beside(paper, columns):
         outcome = [column["out_of_memory"]] * len(column["stages"]) if "out_of_memory" in column else None
         peaks = outcome or [_gibibytes(peak) for peak in column["peak_bytes"]]
         for stage, planned, peak in zip(column["stages"], column["planned_bytes"], peaks, strict=True):
@@ -192,6 +188,15 @@ def _columns(records: Sequence[Record], kind: str) -> dict[tuple[str, str], dict
     """Return the columns of the newest record, by family and name; empty without one."""
     record = _newest(records, kind, "columns")
     return {} if record is None else {_key(column): column for column in record.results["columns"]}
+
+
+def _beside(
+    paper: Paper, columns: Mapping[tuple[str, str], dict[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Yield the paper's columns that were tried, each with ours: small models stand in for two."""
+    for row in paper:
+        if (column := columns.get(_key(row))) is not None:
+            yield row, column
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -81,7 +81,10 @@ def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch
     paper |= {"parameters": "9.99M", "parameter_gb": "1", "activation_gb": "2"}
     paper |= dict.fromkeys(("torchgpipe_parameters", "torchgpipe_parameter_gib", "torchgpipe_activation_gib"), "")
     records = [planned, written("measured", columns=[measured(IMAGES)])]
-    tables = {table.__name__: table(records, [paper]) for table in TABLES if "paper" in signature(table).parameters}
+    untried = paper | {"name": "Pipeline-4"}  # is left out
+    tables = {
+        table.__name__: table(records, [paper, untried]) for table in TABLES if "paper" in signature(table).parameters
+    }
     assert all(len(table.splitlines()) == 2 + (2 if name == "table1_measured" else 1) for name, table in tables.items())
     assert f"{count_parameters(IMAGES):,}" in tables["table1_parameters"]
     assert tables["table1_devices"].count("fits") == 3
