@@ -63,7 +63,7 @@ def test_every_bit_of_a_seed_depends_on_every_key() -> None:
 def test_torch_tells_seeds_apart_that_differ_in_any_of_the_32_bits() -> None:
     draws = set()
     for bit in range(32):
-        seed_generators(1 << bit, CPU)
+        seed_generators(1 << bit)
         draws.add(tuple(torch.rand(2).tolist()))
     assert len(draws) == 32
 
@@ -73,7 +73,7 @@ def test_generators_are_as_they_were_afterwards() -> None:
     expected = torch.rand(4)
     torch.manual_seed(5)
     with preserved_generators([CPU]):
-        seed_generators(1, CPU)
+        seed_generators(1)
         torch.rand(3)
     assert torch.equal(torch.rand(4), expected)
 

@@ -625,7 +625,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 def build(kinds: Sequence[str], seed: int = 0) -> nn.Sequential:
     """Return the sequence, with a head, and weights that depend on the seed; lazy modules have theirs."""
     with preserved_generators([torch.device("cpu")]):
-        seed_generators(seed, torch.device("cpu"))
+        seed_generators(seed)
         layers = nn.Sequential(*(KINDS[kind]() for kind in kinds), Head())
         tied = [layer.inner for layer in layers if isinstance(getattr(layer, "inner", None), Tied)]
         for other in tied[1:]:

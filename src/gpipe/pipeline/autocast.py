@@ -30,6 +30,6 @@ def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Run backward outside autocast, as torch requires: its operations remember the types of the forward."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOTHING

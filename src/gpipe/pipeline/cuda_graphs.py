@@ -313,7 +313,7 @@ class LayerGraphs:
             roots = [one for one, seed in zip(outputs.differentiable_tensors(), seeds, strict=True) if seed is not None]
             starts = [seed for seed in seeds if seed is not None]
             backward = torch.cuda.CUDAGraph()
-            with self._capturing(backward, pool), without_autocast(self._device):
+            with self._capturing(backward, pool), without_autocast(self._device.type):
                 gradients = torch.autograd.grad(roots, sources, starts, allow_unused=True)
         unchanged = zip(entered.tensors, versions, strict=True)
         places = {id(one): place for place, (one, version) in enumerate(unchanged) if one._version == version}

@@ -584,7 +584,8 @@ class Pipeline(LayerExecution):
             if clock is not None:
                 clock.stop(task, stage.device, mark)
             job.activity.stop()
-            job.device_work.add(stage.device, doing, k, micro_batch)
+            if stage.gpu is not None:
+                job.device_work.add(stage.gpu, doing, k, micro_batch)
             if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
                 job.transfer.send(task, result)
             if kind is Kind.BACKWARD or kind is Kind.WEIGHT_GRADIENTS:

@@ -48,7 +48,7 @@ def materialize(
         with preserved_generators([_CPU]), torch.no_grad(), _CPU:
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 tensor.fill_(_find_mark(tensor))
-            seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
+            seed_generators(derive_seed(INITIALIZATION, seed, index))
             values = {layer.get_parameter(key): value for key, value in (given or {}).items()}
             _reset(layer, name, values)
             for parameter, value in values.items():

@@ -36,19 +36,19 @@ def mix_keys(*keys: int, state: int = _START) -> int:
     return state
 
 
-def seed_generators(seed: int, device: torch.device, *, host: bool = True, others: bool = True) -> None:
-    """Seed the global generators that a layer on `device` draws from.
+def seed_generators(seed: int, gpu: torch.device | None = None, *, host: bool = True, others: bool = True) -> None:
+    """Seed the global generators that a layer draws from.
 
     Args:
         seed: for all of them.
-        device: of the layer.
+        gpu: that the layer is on; None: it is on the CPU.
         host: whether to seed the host's generators too, which all threads share: torch's for the CPU, and the others.
         others: whether to seed Python's and numpy's among them. That takes 1 % of a step of small layers.
     """
     if host:
         torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[cuda_index(device)].manual_seed(seed)
+    if gpu is not None:
+        torch.cuda.default_generators[cuda_index(gpu)].manual_seed(seed)
     if host and others:
         random.seed(seed)
         if (numpy_random := find_numpy_random()) is not None:

@@ -98,6 +98,7 @@ class Stage:
         shared_buffers: the full names of buffers that several layers have: no forward may change one.
 
     Attributes:
+        gpu: the device; None if it is the CPU.
         averaging: averages the gradients over the replicas, or shards them; None with one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
         current_layer: the one now running.
@@ -120,6 +121,8 @@ class Stage:
         shared_buffers: Collection[str],
     ) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
+        self._device_type = device.type  # reading it from the device takes as long as a small operation
+        self.gpu = device if self._device_type == "cuda" else None
         self.averaging: Averaging | Sharding | None = None
         self.exchange: StatisticsExchange | None = None
         self.compilation: Compilation | None = None
@@ -175,12 +178,12 @@ class Stage:
 
     def use_cuda_graphs(self) -> None:
         """Run the layers as CUDA graphs from the next step on, if the stage is on a GPU."""
-        if self.device.type == "cuda":
-            self.graphs = LayerGraphs(self.layers, self.device, self._buffers)
+        if self.gpu is not None:
+            self.graphs = LayerGraphs(self.layers, self.gpu, self._buffers)
 
     def call_hooks(self) -> None:
         """Call the users' hooks of parameters, once the gradients are those of all replicas."""
-        self._hooks.call(lambda i: seed_generators(derive_seed(_NO_MICRO_BATCH, i, state=self._masks), self.device))
+        self._hooks.call(lambda i: seed_generators(derive_seed(_NO_MICRO_BATCH, i, state=self._masks), self.gpu))
 
     def finish_step(self) -> None:
         """Release what the step held: the loss holds the targets."""
@@ -268,7 +271,7 @@ class Stage:
         again = microbatch_phase(
             self.batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
-        with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
+        with self._buffers.replaced(kept.buffers), again, without_autocast(self._device_type), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
         waiting = self._waiting[micro_batch].gradients() if splits else ()
         self._separate_gradients(micro_batch, chain(kept.gradients, gradients.tensors if gradients else (), waiting))
@@ -282,7 +285,7 @@ class Stage:
         if self.graphs is not None:
             return  # nothing was left
         waiting = self._waiting.pop(micro_batch)
-        with without_autocast(self.device), self._averaged(micro_batch, waiting):
+        with without_autocast(self._device_type), self._averaged(micro_batch, waiting):
             waiting.compute(self.current_layer.note)
         self._separate_gradients(micro_batch, ())
 
@@ -357,7 +360,7 @@ class Stage:
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
         """Run the layers with the kernels that they use in a graph, but keep no graph."""
         is_stored = look is None
-        is_converting = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
+        is_converting = torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()
         if self._is_same_without_graph and (self._has_copies or not is_converting):
             with torch.no_grad():
                 return self._run(micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look)
@@ -439,7 +442,7 @@ class Stage:
         self.current_layer.at = (index, layer)
         seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
         others = not self._draws_only_from_torch.get(index)
-        seed_generators(seed, self.device, host=self.seeds_host, others=others)
+        seed_generators(seed, self.gpu, host=self.seeds_host, others=others)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -77,11 +77,10 @@ class DeviceWork:
         self.num_done = 0
         self.since = time.monotonic()
 
-    def add(self, device: torch.device, doing: str, stage: int, micro_batch: int) -> None:
-        """Note what the current stream of a device has been given for a task; a CPU has already done it."""
-        if device.type == "cuda":
-            event = torch.cuda.current_stream(device).record_event()
-            self._append(DeviceStep(event, f"stage {stage}, micro-batch {micro_batch}, {doing}", stage, micro_batch))
+    def add(self, gpu: torch.device, doing: str, stage: int, micro_batch: int) -> None:
+        """Note what the current stream of a GPU has been given for a task."""
+        event = torch.cuda.current_stream(gpu).record_event()
+        self._append(DeviceStep(event, f"stage {stage}, micro-batch {micro_batch}, {doing}", stage, micro_batch))
 
     def expect(self, arrived: torch.cuda.Event, *ranks: int) -> None:
         """Note that what comes next needs data of other processes, which have arrived after an event."""
