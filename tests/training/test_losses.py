@@ -5,7 +5,7 @@ import torch
 
 import gpipe._compat.torchvision  # noqa: F401  (before timm)
 from gpipe.training.cross_entropy import find_correct
-from gpipe.training.losses import ClassificationLoss
+from gpipe.training.losses import ClassificationLoss, MultiLabelLoss, TokenLoss
 
 # isort: split
 from timm.data.mixup import mixup_target
@@ -104,6 +104,13 @@ def test_undefined_logits_are_not_correct_by_luck() -> None:
     logits = torch.full((3, 10), float("nan"))
     logits[:, 4] = 1.0
     assert not any(found.any() for found in find_correct(logits, torch.tensor([4, 4, 4]), (1, 5)))
+
+
+@pytest.mark.parametrize("kind", [ClassificationLoss, MultiLabelLoss, TokenLoss])
+@pytest.mark.parametrize("smoothing", [-0.5, 1.5])
+def test_a_smoothing_that_is_no_share_is_refused(kind: type, smoothing: float) -> None:
+    with pytest.raises(ValueError, match=f"label_smoothing is {smoothing}, expected 0 to 1"):
+        kind(smoothing)
 
 
 def test_of_tokens_each_counts_alike() -> None:

@@ -15,7 +15,7 @@ class _HeadsLoss(ABC):
     """The loss of the logits, plus a share of the auxiliary head's loss if the model has such a head."""
 
     def __init__(self, label_smoothing: float = 0.0, auxiliary_weight: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = _check_smoothing(label_smoothing)
         self.auxiliary_weight = auxiliary_weight
 
     def __call__(self, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,7 +93,7 @@ class TokenLoss:
         logit_limit: float | None = None,
         soft: bool = False,
     ) -> None:
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = _check_smoothing(label_smoothing)
         self.padding_index = padding_index
         self._limit = logit_limit if logit_limit is None or not soft else logit_limit * math.tanh(1.0)
 
@@ -125,3 +125,9 @@ class TokenLoss:
 def count_tokens(targets: Mapping[str, Tensor], padding_index: int = 1) -> int:
     """Return the number of target tokens that are not padding."""
     return int((targets["tokens"] != padding_index).sum())
+
+
+def _check_smoothing(label_smoothing: float) -> float:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 to 1: 0.1 is usual, 0 is none.")
+    return label_smoothing

@@ -87,6 +87,12 @@ def test_damaged_gzip_names_its_path(fashion_root: Path, damage) -> None:
         open_image_set("fashion_mnist", "test", fashion_root)
 
 
+def test_labels_that_end_within_their_header_are_refused_with_the_path(fashion_root: Path) -> None:
+    write_idx(fashion_root / "t10k-labels-idx1-ubyte.gz", 0x801, (), b"")
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte\.gz: its header is \[2049\]"):
+        open_image_set("fashion_mnist", "test", fashion_root)
+
+
 def test_label_beyond_the_classes_is_refused(fashion_root: Path) -> None:
     write_idx(fashion_root / "train-labels-idx1-ubyte.gz", 0x801, (20,), bytes([10] * 20))
     with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz has the label 10"):

@@ -149,6 +149,7 @@ def test_other_wrong_settings_are_refused(root: Path) -> None:
     (root / "valid.de-en.en").unlink()
     with pytest.raises(DataMissing, match=r"Looked for: valid.\*-en.en in the folder .*\n.*\n  <data.root>/train"):
         check_data("parallel_text", root)
+    refused(root, "max_pairs is 0, expected at least 1, or None for all", max_pairs=0)
 
 
 def test_a_subset_is_for_training_only_and_a_smaller_one_is_part_of_a_larger_one(root: Path) -> None:

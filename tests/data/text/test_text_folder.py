@@ -131,6 +131,24 @@ def test_a_damaged_cache_is_made_again(root: Path, size: int) -> None:
     assert cached.stat().st_size > 200
 
 
+def test_without_a_lock_no_cache_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(f"{path} cannot be locked")
+
+    monkeypatch.setattr(text_folder, "locked", refuse)
+    assert read(root, "train") and not [*root.rglob("*.npy")]  # two processes would write one file at once
+
+
+def test_lines_end_as_those_of_any_system_do(tmp_path: Path) -> None:
+    found = []
+    for number, end in enumerate((b"\n", b"\r\n", b"\r")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "a.txt").write_bytes(end.join(line.encode() for line in LINES))
+        found.append(read(folder, "train"))
+    assert found[0] == found[1] == found[2]
+
+
 def test_processes_that_start_together_read_the_text_once(root: Path, processes: ProcessPool) -> None:
     expected = read(root, "train")
     for path in (root / ".token_cache").glob("*.npy"):
@@ -176,6 +194,11 @@ def test_what_cannot_be_read_is_said(root: Path) -> None:
         read(root, "train")
     with pytest.raises(DataMissing, match=r"Looked for: the folder data.root, which is not set"):
         check_data("text_folder")
+
+
+def test_an_unknown_split_is_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match="unknown split 'valid': choose one of train, test"):
+        open_text_folder(root, "valid", TOKENIZER, 16, 0.25)
 
 
 def test_no_id_is_outside_of_the_vocabulary(root: Path) -> None:

@@ -58,7 +58,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
     try:
         with gzip.open(path) as stream:
             header = np.frombuffer(stream.read(8 + 4 * len(item_shape)), ">u4").tolist()
-            if header[:1] + header[2:] != [0x0800 + 1 + len(item_shape), *item_shape]:
+            if len(header) < 2 or header[:1] + header[2:] != [0x0800 + 1 + len(item_shape), *item_shape]:
                 raise ValueError(f"its header is {header}, which is not of bytes of the shape {item_shape}")
             if not 0 < (num_items := header[1]) <= max_items:
                 raise ValueError(f"it announces {num_items} items, expected 1 to {max_items}")

@@ -149,6 +149,8 @@ def open_corpus(
             (the message names it, and the line), or the cache cannot be written.
     """
     check_known("split", split, SPLITS)
+    if max_pairs is not None and max_pairs < 1:
+        raise ValueError(f"max_pairs is {max_pairs}, expected at least 1, or None for all")
     source, folder = _find_row(name), check_corpus(name, root)
     chosen = _choose(name, source.languages(folder), languages)
     if cache is not None and not source.is_cached:

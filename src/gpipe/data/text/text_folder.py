@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpipe.data.images.class_folders import walk
 from gpipe.data.images.image_set import is_hidden
-from gpipe.data.location import DataMissing, Location, find_training_folder, refuse_two_sources
+from gpipe.data.location import DataMissing, Location, check_known, find_training_folder, refuse_two_sources
 from gpipe.data.text.parallel_text import read_lines
 from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
@@ -94,6 +94,7 @@ def open_text_folder(
         DataMissing, ValueError: as for `check_text_folder`; or a file is not UTF-8, or the text is too short.
     """
     folder = check_text_folder(root, share)
+    check_known("split", split, _FOLDERS)
     paths = sorted(_files(find_training_folder(folder) if share is not None else folder / _FOLDERS[split]))
     tokens = _read_cached(folder, paths, tokenizer, share, split)
     found = TextSequences(tokens, sequence_length)
@@ -114,22 +115,26 @@ def _read_cached(
     key = sha256(repr((split, share, tokenizer.sha256, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
     with ExitStack() as stack:
-        with suppress(OSError):  # in a folder without write access, every start reads the text
+        is_locked = False  # in a folder without write access, or without locks, every start reads the text
+        with suppress(OSError):
             cached.parent.mkdir(exist_ok=True)
             stack.enter_context(locked(cached.parent / ".lock"))
+            is_locked = True
         with suppress(OSError, ValueError, EOFError):  # missing or damaged
             kept: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
             return kept
         files = (_encode(path, tokenizer) for path in paths)
         tokens = np.concatenate(list(files if share is None else _take_split(files, share, split)))
-        with suppress(OSError), replacing(cached) as partial, partial.open("wb") as stream:
-            np.save(stream, tokens, allow_pickle=False)
+        if is_locked:
+            with suppress(OSError), replacing(cached) as partial, partial.open("wb") as stream:
+                np.save(stream, tokens, allow_pickle=False)
     return tokens
 
 
 def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return the tokens of a file's lines."""
-    parts, lines = [np.empty(0, np.int32)], read_lines(path)
+    """Return the tokens of a file's lines, which end as those of any system do."""
+    parts = [np.empty(0, np.int32)]
+    lines = (part for line in read_lines(path) for part in line.rstrip("\r\n").split("\r"))
     while some := list(islice(lines, _LINES)):
         encoded = filter(None, tokenizer.encode_lines(some))
         parts.append(np.array([number for line in encoded for number in (*line, END)], np.int32))
