@@ -37,10 +37,11 @@ SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
 StepPlan: TypeAlias = tuple[list[Task], set[tuple[int, int]], dict[int, int]]
 """A process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch."""
 
-_WHOLE = (
-    [Kind.FORWARD, Kind.BACKWARD],
-    [Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS],
-)
+_WHOLE = [
+    [Kind.FORWARD, *recomputation, *backward]
+    for recomputation in ([], [Kind.RECOMPUTE])
+    for backward in ([Kind.BACKWARD], [Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS])
+]
 
 
 def place_stages(schedule: str, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
@@ -140,24 +141,26 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
                 )
             tasks[task.stage, task.micro_batch].append(task)
     for (stage, micro_batch), found in tasks.items():
-        kinds = [task.kind for task in found if task.kind is not Kind.RECOMPUTE]
-        recomputes = [task.kind for task in found].index(Kind.RECOMPUTE) if len(kinds) < len(found) else 1
-        if kinds not in _WHOLE or len(found) - len(kinds) > 1 or recomputes != 1:
+        if [task.kind for task in found] not in _WHOLE:
             raise ValueError(
                 f"the schedule has {', '.join(task.kind.words for task in found) or 'nothing'} for stage {stage}, "
                 f"micro-batch {micro_batch}; it must be forward, optionally recompute, and backward (or input "
                 "gradients and weight gradients), each once and in this order"
             )
-    orders = [_find_orders(schedule[placement[stage]], stage) for stage in range(num_stages)]
-    for stage, (forwards, backwards, weights) in enumerate(orders):
-        split = [micro_batch for kind, micro_batch in backwards if kind is Kind.INPUT_GRADIENTS]
+    exchanges: list[list[tuple[Kind, int]]] = []  # of each stage with its neighbours: forwards, then backwards
+    for stage in range(num_stages):
+        order = [(task.kind, task.micro_batch) for task in schedule[placement[stage]] if task.stage == stage]
+        split = [micro_batch for kind, micro_batch in order if kind is Kind.INPUT_GRADIENTS]
+        weights = [micro_batch for kind, micro_batch in order if kind is Kind.WEIGHT_GRADIENTS]
         if weights != split:
             raise ValueError(
                 f"the schedule makes the weight gradients of stage {stage} in the order of micro-batches {weights}, "
                 f"and the input gradients in the order {split}; they must be the same"
             )
-        if stage > 0 and (forwards, backwards) != orders[stage - 1][:2]:
-            here, there = ([row[1] for row in orders[k][0] + orders[k][1]] for k in (stage - 1, stage))
+        forwards = [row for row in order if row[0] is Kind.FORWARD]
+        exchanges.append(forwards + [row for row in order if row[0].makes_gradients])
+        if exchanges[stage] != exchanges[max(stage - 1, 0)]:
+            here, there = ([micro_batch for _, micro_batch in exchanges[k]] for k in (stage - 1, stage))
             raise ValueError(
                 f"the schedule runs the forwards and backwards of stage {stage - 1} in the order of micro-batches "
                 f"{here}, and those of stage {stage} in the order {there}, or splits different ones; both ends of a "
@@ -167,14 +170,6 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
     if set(per_device) != {stages_per_device}:
         raise ValueError(f"the devices of the schedule have {per_device} stages; each needs {stages_per_device}")
     sequential(schedule)
-
-
-def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, int]], list[tuple[Kind, int]], list[int]]:
-    """Return a stage's forwards and backwards, each with its kind, and its weight gradients, in order."""
-    own = [(task.kind, task.micro_batch) for task in tasks if task.stage == stage]
-    forwards = [row for row in own if row[0] is Kind.FORWARD]
-    backwards = [row for row in own if row[0].makes_gradients]
-    return forwards, backwards, [micro_batch for kind, micro_batch in own if kind is Kind.WEIGHT_GRADIENTS]
 
 
 def name_schedule(schedule: str | ScheduleFunction) -> str:
