@@ -292,32 +292,25 @@ def _prepare_convolution(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Di
     return differentiate
 
 
-def _prepare_linear(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differentiate:
-    """Prepare the gradients of bias + inputs @ weight."""
-    of_weight = _differentiate_product(inputs, node)
-    bias, place = node.next_functions[0]
-    size = () if bias is None else bias._input_metadata[place].shape
-    return lambda gradient: [of_weight(gradient) if which == 2 else gradient.sum_to_size(size) for which in wanted]
-
-
-def _prepare_product(node: Any, inputs: Tensor, _: Sequence[int]) -> Differentiate:
-    of_weight = _differentiate_product(inputs, node)
-    return lambda gradient: [of_weight(gradient)]
-
-
-def _differentiate_product(inputs: Tensor, node: Any) -> Callable[[Tensor], Tensor]:
-    """Return what makes the gradient of the weight in inputs @ weight, as torch does: in the weight's memory layout."""
+def _prepare_product(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differentiate:
+    """Prepare the gradients of inputs @ weight, or bias + inputs @ weight, as torch does: in the weight's layout."""
     strides, sizes = node._saved_mat2_sym_strides, node._saved_mat2_sym_sizes
+    is_transposed = strides[0] == 1 and strides[1] == sizes[0]
     inputs = inputs.conj()  # does nothing to real numbers
-    if strides[0] == 1 and strides[1] == sizes[0]:
-        return lambda gradient: gradient.t().mm(inputs).t()
-    return lambda gradient: inputs.t().mm(gradient)
+    summand, place = node.next_functions[0]
+    bias_sizes = [summand._input_metadata[place].shape] if len(wanted) == 2 else []
+
+    def differentiate(gradient: Tensor) -> list[Tensor | None]:
+        of_weight = gradient.t().mm(inputs).t() if is_transposed else inputs.t().mm(gradient)
+        return [of_weight, *(gradient.sum_to_size(size) for size in bias_sizes)]
+
+    return differentiate
 
 
 _PRODUCTS = {
     "ConvolutionBackward0": _Product(0, (1, 2), "input", _prepare_convolution),
     "AddmmBackward0": _Product(
-        1, (2, 0), "mat1", _prepare_linear, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
+        1, (2, 0), "mat1", _prepare_product, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
     ),
     "MmBackward0": _Product(0, (1,), "self", _prepare_product),
 }
