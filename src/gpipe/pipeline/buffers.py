@@ -41,25 +41,19 @@ class Buffers:
 
     def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
         self._layers, self._shared = layers, shared
-        self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
-        self._watched: dict[int, nn.Module] = {}  # those that may create buffers: all, in the first forward ever
+        self._modules: dict[int, nn.Module] = {}  # by identity: those with buffers; in the first forward ever, all
         self._places: list[BufferPlace] = []
         self._made: list[BufferPlace] = []  # of the buffers that the step's first forward has created
-        self._moving: Iterable[BufferPlace] | None = None  # those that forwards change; None before a step's first one
+        self._start: BufferCopies | None = None  # of those that forwards change; None before a step's first one
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
-        self._start: BufferCopies = {}
         self._memory: set[int] = set()
         self._changed: set[int] = set()  # the modules, by identity, that have ever changed a buffer
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Begin a training step with the buffers that all modules of the layers have now."""
-        self._moving, self._start, self._made = None, {}, []
-        modules = list(modules)
-        self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
+        self._start, self._made, is_first = None, [], self._silent is None
+        self._modules = {id(m): m for m in modules if (m._buffers or is_first) and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
-        # Lazy modules fill in buffers that they already list.
-        watched = [*self._modules.values(), *(m for m in modules if self._silent is None and not m._buffers)]
-        self._watched = {id(module): module for module in watched if not isinstance(module, LazyModuleMixin)}
         self.find_memory(self._modules.values())
 
     def find_memory(self, modules: Iterable[nn.Module]) -> None:
@@ -88,10 +82,10 @@ class Buffers:
 
     @contextmanager
     def _moved(self, *, for_recomputation: bool) -> Iterator[BufferCopies]:
-        is_first = self._moving is None
+        is_first = self._start is None
         before = self._current([*self._places, *self._made])
         versions = {place: buffer._version for place, buffer in before.items()}
-        snapshot = _copy(before if self._moving is None else {place: before.get(place) for place in self._moving})
+        snapshot = _copy(before if self._start is None else {place: before.get(place) for place in self._start})
         try:
             with noting_averages() as averages:
                 yield snapshot
@@ -122,7 +116,7 @@ class Buffers:
                     f"a forward changed the buffer {shared[0]}, which another layer has too and would not see changed "
                     "in another stage; give each layer its own buffer"
                 )
-            self._moving = self._start = snapshot
+            self._start = snapshot
             self._changed.update(owner for owner, _ in snapshot)
         elif late := changed - snapshot.keys():
             self._silent = (self._silent or set()) | late  # copied from the next step on, however they change
@@ -135,13 +129,13 @@ class Buffers:
 
     def _find_made(self, before: Mapping[BufferPlace, Tensor]) -> BufferCopies:
         """Return None for each buffer that the first forward of a step has created."""
-        made: BufferCopies = {}
-        for owner, module in self._watched.items():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and (owner, name) not in before:
-                    made[owner, name] = None
-                    self._modules[owner] = module
-        return made
+        return {
+            (owner, name): None
+            for owner, module in self._modules.items()
+            if not isinstance(module, LazyModuleMixin)  # these fill in buffers that they already list
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (owner, name) not in before
+        }
 
     def replaced(self, snapshot: BufferCopies) -> AbstractContextManager[None]:
         """Let the body, which runs a forward again, read and change copies of a snapshot in place of the buffers."""
@@ -166,11 +160,11 @@ class Buffers:
 
         A buffer that changed for the first time ever, and not in the step's first micro-batch, stays as it is.
         """
-        self._restore(self._start)
+        self._restore(self._start or {})
 
     def finish_step(self) -> None:
         """Release the copies of the buffers."""
-        self._start = {}
+        self._start = None
 
     def _current(self, places: Iterable[BufferPlace]) -> dict[BufferPlace, Tensor]:
         found = {(owner, name): self._modules[owner]._buffers.get(name) for owner, name in places}
