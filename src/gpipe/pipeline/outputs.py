@@ -20,16 +20,9 @@ def merge(payloads: Sequence[Payload], sizes: Sequence[int], dimension: int = 0)
     first = payloads[0]
     if any(payload.structure != first.structure for payload in payloads):
         raise ValueError("the outputs of the micro-batches are nested differently; return the same nest for each")
-    if any(tensor.ndim == 0 for tensor in first.tensors):
-        raise ValueError("an output is a scalar, which cannot be concatenated: return one number per example")
-    if short := [tensor for tensor in first.tensors if tensor.ndim <= dimension]:
-        raise ValueError(
-            f"an output has the shape {tuple(short[0].shape)}, but output_dimension is {dimension}, which it lacks; "
-            "change one of the two"
-        )
     for payload, size in zip(payloads, sizes, strict=True):
         for tensor in payload.tensors:
-            if len(payloads) > 1 and tensor.shape[dimension] != size:
+            if tensor.ndim <= dimension or (len(payloads) > 1 and tensor.shape[dimension] != size):
                 raise ValueError(
                     f"an output has the shape {tuple(tensor.shape)} for a micro-batch of {size} examples; outputs are "
                     f"concatenated along dimension {dimension}, so it must have the examples: let the last layer "
