@@ -43,7 +43,12 @@ def materialize(
     """
     if is_meta(layer):
         name = f"layers.{index}"
-        _refuse_partly_meta(layer, name)
+        for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+            if not tensor.is_meta:
+                raise ValueError(
+                    f"{name}.{key} has memory, but other tensors of {name} are on the meta device, and drawing their "
+                    "initial weights would overwrite it; describe all of it on the meta device, or build it on the CPU"
+                )
         _to_empty(layer)
         with preserved_generators([_CPU]), torch.no_grad(), _CPU:
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
@@ -94,15 +99,6 @@ def _reset(module: nn.Module, name: str, given: Container[Tensor]) -> None:
             f"{name} ({type(module).__name__}) was described on the meta device and has no reset_parameters() to fill "
             "its tensors; give it one, or build the model on the CPU"
         )
-
-
-def _refuse_partly_meta(layer: nn.Module, name: str) -> None:
-    for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
-        if not tensor.is_meta:
-            raise ValueError(
-                f"{name}.{key} has memory, but other tensors of {name} are on the meta device, and drawing their "
-                "initial weights would overwrite it; describe all of it on the meta device, or build it on the CPU"
-            )
 
 
 def _find_mark(tensor: Tensor) -> float:
