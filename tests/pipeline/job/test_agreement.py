@@ -81,7 +81,7 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
         ("scale", r"scaler\.scale is 8\.0 in process 0 of the pipeline and 16\.0 in process 1 of the pipeline;"),
         ("norm", r"max_gradient_norm is 1\.0 in process 0 of the pipeline and None in process 1 of the pipeline;"),
         ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1 of the pipeline; give every"),
-        ("frozen", r"layers\.0\.weight is frozen in one replica and not in another; freeze the same"),
+        ("frozen", r"requires_grad of layers\.0\.weight is False in replica 0 and True in replica 1; give every"),
         ("evaluation", r"every process must make the same calls to the pipeline, in the same order"),
         ("evaluation, apart", r"every process must make the same calls to the pipeline, in the same order"),
         ("norm of a replica", r"max_gradient_norm is 1\.0 in replica 0 and None in replica 1; give every process the"),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from gpipe.pipeline.refusals import refuse_gradient_types
+from gpipe.pipeline.refusals import refuse_different, refuse_gradient_types
 from gpipe.pipeline.shared.replicas import Replicas
 
 BUCKET_BYTES = 25 * 2**20
@@ -116,26 +116,15 @@ class Averaging:
         if bound == self._bound:
             return
         self._parameters, self._bound = parameters, bound
-        for index, layer in self._layers.items():
-            refuse_gradient_types(layer.named_parameters(prefix=f"layers.{index}"), "which replicas average")
-        self._refuse_partly_frozen()
+        named = [pair for i, layer in self._layers.items() for pair in layer.named_parameters(prefix=f"layers.{i}")]
+        refuse_gradient_types(named, "which replicas average")
+        names = [f"requires_grad of {name}" for name, _ in named]
+        trained = self.replicas.gather([parameter.requires_grad for _, parameter in named])
+        refuse_different([dict(zip(names, of_replica, strict=True)) for of_replica in trained], "replica {}")
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in group_alike(reversed(chosen))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._copy_from_first_replica()
-
-    def _refuse_partly_frozen(self) -> None:
-        named = [
-            (name, parameter.requires_grad)
-            for index, layer in self._layers.items()
-            for name, parameter in layer.named_parameters(prefix=f"layers.{index}")
-        ]
-        for other in self.replicas.gather([is_trained for _, is_trained in named]):
-            for (name, is_trained), is_trained_there in zip(named, other, strict=True):
-                if is_trained != is_trained_there:
-                    raise ValueError(
-                        f"{name} is frozen in one replica and not in another; freeze the same parameters in all"
-                    )
 
     @torch.no_grad()
     def _copy_from_first_replica(self) -> None:
