@@ -115,28 +115,21 @@ class TiedParameters:
             ValueError: two parameters that are not tied share memory, which they would no longer do.
         """
         self._refuse_overlaps(devices)
-        later = {member: group for group in self.groups for member in group[1:]}
+        later = {member: first for first, *others in self.groups for member in others}
         needed = set(devices)
         for member in sorted(later, reverse=True):  # a layer that is needed only for its values may need others
-            if member.layer in needed and self._parameter(later[member][0]).is_meta:
-                needed.add(later[member][0].layer)
+            if member.layer in needed and self._parameter(later[member]).is_meta:
+                needed.add(later[member].layer)
         self._separate(later, devices)
         # Before any memory is taken, and before a module that two layers share gets some.
-        pending = {i: self._layers[i] if i in devices else copy.deepcopy(self._layers[i]) for i in sorted(needed)}
-        values: dict[TiedGroup, Tensor] = {}
-        built: dict[int, nn.Module] = {}
+        temporary = {index: copy.deepcopy(self._layers[index]) for index in needed.difference(devices)}
+        values: dict[Member, Tensor] = {}
         for index in sorted(needed):
-            layer = pending.pop(index)
-            given = {
-                member.name: values[group]
-                for member, group in later.items()
-                if member.layer == index and group in values
-            }
-            layer = materialize(layer, index, seed, devices.get(index, torch.device("cpu")), given)
-            firsts = [group for group in self.groups if group[0].layer == index]
-            values |= {group: layer.get_parameter(group[0].name).detach() for group in firsts}
-            if index in devices:
-                built[index] = layer
+            layer = self._layers[index] if index in devices else temporary.pop(index)
+            given = {m.name: values[first] for m, first in later.items() if m.layer == index and first in values}
+            materialize(layer, index, seed, devices.get(index, torch.device("cpu")), given)
+            firsts = [first for first, *_ in self.groups if first.layer == index]
+            values |= {first: layer.get_parameter(first.name).detach() for first in firsts}
         for module in self._layers.modules():
             module.__dict__.pop(TIES, None)
         for group in self.groups:
@@ -144,7 +137,7 @@ class TiedParameters:
             for member in group:
                 owner = self._layers[member.layer].get_submodule(member.name.rpartition(".")[0])
                 owner.__dict__.setdefault(TIES, []).append((self._parameter(member), mark))
-        return {index: built[index] for index in devices}
+        return {index: self._layers[index] for index in devices}
 
     def _refuse_overlaps(self, devices: Mapping[int, torch.device]) -> None:
         end, last = 0, None
@@ -158,7 +151,7 @@ class TiedParameters:
             if own_end > end:
                 end, last = own_end, member
 
-    def _separate(self, later: Mapping[Member, TiedGroup], own: Container[int]) -> None:
+    def _separate(self, later: Mapping[Member, Member], own: Container[int]) -> None:
         """Give this process's layers modules and parameters that no other layer has."""
         if not later:
             return
@@ -168,9 +161,9 @@ class TiedParameters:
                 memo: dict[int, Any] = {id(parameter): parameter for parameter in layer.parameters()}
                 self._layers[index] = _copy_shared_modules(layer, seen, memo)
             seen |= {id(module) for module in layer.modules()}
-        for member, group in later.items():
+        for member, first in later.items():
             if member.layer in own:
-                self._separate_parameter(member, group[0])
+                self._separate_parameter(member, first)
 
     @torch.no_grad()
     def _separate_parameter(self, member: Member, first: Member) -> None:
