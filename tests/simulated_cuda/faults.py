@@ -23,8 +23,8 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.writer import Snapshot, Writer
 from gpipe.pipeline.job.mesh_job import MeshJob
 from gpipe.pipeline.shared.averaging import _Bucket
+from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
-from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.wire.streams import Sender
 from gpipe.training.tracking import Tracker
 from tests.simulated_cuda import nccl, streams
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
 STEPS: dict[str, tuple[type, str]] = {
     "averaging": (_Bucket, "reduce"),
-    "sum of tied gradients": (TiedProcesses, "broadcast"),
+    "sum of tied gradients": (Peers, "broadcast"),
     "update": (ShardedOptimizer, "_exchange_parameters"),
 }
 """Where else damage is done: right before a method of a class."""

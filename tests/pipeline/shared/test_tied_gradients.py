@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpipe
-from gpipe.pipeline.shared.tied_parameters import TiedProcesses
+from gpipe.pipeline.shared.peers import Peers
 from tests.pipeline.job import fresh_processes
 from tests.support.process_pool import ProcessPool
 from tests.support.tied_model import (
@@ -300,7 +300,7 @@ def fail_in_exchange(rank: int, fate: str) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL if fate == "kill" else signal.SIGSTOP)
         raise OSError("the disk is full")
 
-    with mock.patch.object(TiedProcesses, "broadcast", meet_fate) if rank == 1 else mock.MagicMock():
+    with mock.patch.object(Peers, "broadcast", meet_fate) if rank == 1 else mock.MagicMock():
         begin = time.monotonic()
         try:
             pipeline.train_step(mini_batch(1))

@@ -17,8 +17,8 @@ import torch
 from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
+from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.replicas import Replicas
-from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.transfer import ProcessTransfer
 
@@ -95,7 +95,7 @@ class Job:
         """Return the replicas, connected by a separate group, for exchanges that run beside those of `replicas`."""
         return self.replicas
 
-    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
+    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Peers]:
         """Connect processes of each pipeline with each other; return the connections that this one belongs to.
 
         Args:

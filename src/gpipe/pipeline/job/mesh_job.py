@@ -28,8 +28,8 @@ from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Watch
 from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.schedule import Kind, name_stages
+from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
-from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
@@ -120,14 +120,14 @@ class MeshJob(Job):
         group = self._make_groups(self._columns, _BACKENDS[self._device.type])
         return ReplicaGroup(group, self._replica_messenger, self._watch, self._device, self.device_work)
 
-    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
+    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Peers]:
         """Connect processes of each pipeline with each other; return the connections that this one belongs to."""
         found = {}
         for processes in groups:
             members = [[row[process] for process in processes] for row in self._rows]
             group = self._make_groups(members, _BACKENDS[self._device.type])
             if group is not None:
-                found[processes] = TiedProcesses(group, processes, self._device, self._watch, self.device_work)
+                found[processes] = Peers(group, self._watch, self._device, self.device_work)
         return found
 
     def gather(self, value: Any) -> list[Any]:

@@ -126,25 +126,14 @@ class Averaging:
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._copy_from_first_replica()
 
-    @torch.no_grad()
     def _copy_from_first_replica(self) -> None:
-        group = self.replicas.group
-        assert group is not None
-        with self.replicas.exchange():
-            for state in chain.from_iterable(
-                (*layer.parameters(), *layer.buffers()) for layer in self._layers.values()
-            ):
-                if state.layout is not torch.strided:
-                    raise ValueError(
-                        f"a buffer of shape {tuple(state.shape)} has the layout {state.layout}, and replicas exchange "
-                        "only dense ones; register it as a dense tensor, and make it sparse in the forward"
-                    )
-                own = _drop_expansion(state.detach())
-                part = own.contiguous().view(-1).view(torch.uint8)  # as bytes: no backend knows all types of torch
-                if part.numel():
-                    dist.broadcast(part, dist.get_global_rank(group, 0), group)
-                    if not own.is_contiguous():
-                        own.copy_(part.view(own.dtype).view(own.shape))
+        for state in chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in self._layers.values()):
+            if state.layout is not torch.strided:
+                raise ValueError(
+                    f"a buffer of shape {tuple(state.shape)} has the layout {state.layout}, and replicas exchange "
+                    "only dense ones; register it as a dense tensor, and make it sparse in the forward"
+                )
+            self.replicas.broadcast(state, 0)
 
     @contextmanager
     def reducing(self, awaited: Iterable[Parameter] | None = None) -> Iterator[None]:
@@ -214,14 +203,6 @@ class Averaging:
         """Forget a step that failed."""
         for bucket in self._buckets:
             bucket.reset()
-
-
-def _drop_expansion(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor whose expanded dimensions have one element."""
-    if 0 not in tensor.stride():
-        return tensor
-    sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(sizes, [stride or 1 for stride in tensor.stride()])
 
 
 def group_alike(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gpipe.pipeline.job.device_work import DeviceWork
-from gpipe.pipeline.job.errors import LostPeer, PipelineError
-from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.messages import Messenger
-from gpipe.pipeline.job.watch import PROBE_TAG, Watch
+from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.shared.peers import Peers
 
 
 class Replicas:
@@ -52,6 +52,13 @@ class Replicas:
         """
         yield
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give all replicas the values that a dense tensor has in one of them.
+
+        Raises:
+            LostPeer: a connection is gone.
+        """
+
     def wait_for_devices(self) -> None:
         """Wait until the GPU has received what was exchanged, before the host reads a number from it.
 
@@ -60,8 +67,10 @@ class Replicas:
         """
 
 
-class ReplicaGroup(Replicas):
+class ReplicaGroup(Peers, Replicas):
     """This process and those that hold the same stages in the other pipelines; `messenger` connects them too."""
+
+    group: dist.ProcessGroup
 
     def __init__(
         self,
@@ -71,45 +80,10 @@ class ReplicaGroup(Replicas):
         device: torch.device,
         device_work: DeviceWork,
     ) -> None:
-        self.group: dist.ProcessGroup = group
+        super().__init__(group, watch, device, device_work)
         self.index, self.count = messenger.rank, messenger.size
-        self._messenger, self._watch = messenger, watch
-        self._device, self._device_work = device, device_work
-        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        self._messenger = messenger
 
     def gather(self, value: Any) -> list[Any]:
         """Return the replicas' values, in order, on each; values are of JSON's types."""
         return self._messenger.gather(value)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Note that the host waits for the other replicas while the body runs."""
-        try:
-            with self._watch.waiting_for(self._others):
-                yield
-        except RuntimeError as error:
-            if isinstance(error, PipelineError | LostPeer) or not self._is_broken(error):
-                raise
-            raise LostPeer(self._others, str(error)) from None
-
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Note that the host waits for the other replicas in the body, and the GPU in work that the body gives it."""
-        with self.waiting(), self._device_work.exchanging(self._device, self._others):
-            yield
-
-    def wait_for_devices(self) -> None:
-        """Wait until the GPU has received what was exchanged, before the host reads a number from it."""
-        self._device_work.wait_for_devices([self._device], self._watch.raise_failure)
-
-    def _is_broken(self, error: RuntimeError) -> bool:
-        """Return whether a connection to another replica is gone; torch has no error class for that with Gloo."""
-        if isinstance(error, dist.DistBackendError):
-            return True
-        try:
-            for peer in range(self.count):
-                if peer != self.index and dist.get_backend(self.group) == "gloo":
-                    self.group.send([allocate_on_host(1)], peer, PROBE_TAG)
-        except RuntimeError:
-            return True
-        return False

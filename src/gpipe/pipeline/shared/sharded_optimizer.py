@@ -76,7 +76,8 @@ class ShardedOptimizer(Optimizer):
         under_way: deque[tuple[int, list[Parameter], Tensor, dist.Work]] = deque()
         for replica, bucket in self._buckets:
             flat = torch.cat([parameter.flatten() for parameter in bucket])
-            under_way.append((replica, bucket, flat, self._broadcast(flat, replica)))
+            work = dist.broadcast(flat, group=self._job.replicas.group, group_src=replica, async_op=True)
+            under_way.append((replica, bucket, flat, work))
             if len(under_way) > 1:  # at most two copies at once
                 self._take(*under_way.popleft())
         while under_way:
@@ -89,12 +90,6 @@ class ShardedOptimizer(Optimizer):
         if replica != self._job.replica_index:
             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 parameter.copy_(part.view(parameter.shape))
-
-    def _broadcast(self, tensor: Tensor, replica: int) -> dist.Work:
-        group = self._job.replicas.group
-        assert group is not None
-        work: dist.Work = dist.broadcast(tensor, dist.get_global_rank(group, replica), group, async_op=True)
-        return work
 
     @torch.no_grad()
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,8 +116,7 @@ class ShardedOptimizer(Optimizer):
             return torch.tensor(number, dtype=dtype)
         device = next(iter(self._job.devices.values()))
         sent = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
-        with self._job.replicas.exchange():
-            self._broadcast(sent, replica).wait()
+        self._job.replicas.broadcast(sent, replica)
         if own is not None:
             return own
         if self._job.replica_index != 0:  # the first replica saves

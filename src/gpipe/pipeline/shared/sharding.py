@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -64,11 +63,9 @@ class Sharding:
         self.replicas = replicas
         self.is_last_backward = False
         self._layers: list[FSDPModule] = []
-        source = dist.get_global_rank(replicas.group, 0)
         for layer in layers.values():
-            with self.replicas.exchange():
-                for tensor in (*layer.parameters(), *layer.buffers()):
-                    dist.broadcast(tensor.detach(), source, group=replicas.group)
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                replicas.broadcast(tensor, 0)
             if (first := next(layer.parameters(), None)) is None:
                 continue
             mesh = DeviceMesh.from_group(replicas.group, first.device.type)

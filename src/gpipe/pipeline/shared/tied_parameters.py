@@ -19,23 +19,17 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
-from gpipe.pipeline.job.device_work import DeviceWork
-from gpipe.pipeline.job.errors import LostPeer
-from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.refusals import refuse_gradient_types
 from gpipe.pipeline.structure import TIES
-
-if TYPE_CHECKING:
-    from gpipe.pipeline.job.job import Job
 
 _Value = TypeVar("_Value")
 _State = bool | None
@@ -255,14 +249,11 @@ class TiedGradients:
         self, groups: Sequence[TiedGroup], layers: Mapping[int, nn.Module], owners: Sequence[int], job: Job
     ) -> None:
         self.names = tuple(tuple(member.full_name for member in group) for group in groups)
-        self._owners, self._job, self._process = owners, job, job.process
-        holders = [tuple(sorted({owners[member.layer] for member in group})) for group in groups]
-        connections = job.connect_tied(sorted({processes for processes in holders if len(processes) > 1}))
-        own = [(group, processes) for group, processes in zip(groups, holders, strict=True) if job.process in processes]
-        self._connections = {group: connections.get(processes) for group, processes in own}
-        self._layers = layers
-        self._own = [m for group in self._connections for m in group if owners[m.layer] == job.process]
-        self._copies = self._find_copies()
+        self._layers, self._owners, self._job = layers, owners, job
+        holders = {group: tuple(sorted({owners[member.layer] for member in group})) for group in groups}
+        self._peers = job.connect_tied(sorted({processes for processes in holders.values() if len(processes) > 1}))
+        self._holders = {group: processes for group, processes in holders.items() if job.process in processes}
+        self._copies: dict[Member, Parameter] = {}
         self._repeated = {name for names in self.names for name in names[1:]}
         self._earlier: dict[Member, Tensor] = {}
         self.bits: dict[str, Tensor] = {}
@@ -296,7 +287,7 @@ class TiedGradients:
             LostPeer, PeerFailure: another process is gone or has failed.
         """
         states = self._exchange_states()
-        for group in self._connections:
+        for group in self._holders:
             _refuse_partly_frozen(group, states)
             if present := [member for member in group if states[member]]:
                 self._hand_out(group, self._sum(group, present))
@@ -322,8 +313,9 @@ class TiedGradients:
 
     def _find_copies(self) -> dict[Member, Parameter]:
         """Return this process's copies as they are now: `load_state_dict(..., assign=True)` replaces them."""
+        own = (m for group in self._holders for m in group if self._owners[m.layer] == self._job.process)
         try:
-            return {member: self._layers[member.layer].get_parameter(member.name) for member in self._own}
+            return {member: self._layers[member.layer].get_parameter(member.name) for member in own}
         except AttributeError as error:
             raise ValueError(
                 f"a tied parameter is gone from its layer: {error}; change layers before the pipeline is built"
@@ -341,15 +333,17 @@ class TiedGradients:
     def _sum(self, group: TiedGroup, present: Sequence[Member]) -> Tensor:
         """Return the sum of the gradients; its memory may be that of a copy's gradient."""
         total: Tensor | None = None
+        holders = self._holders[group]
         owners = [self._owners[member.layer] for member in present]
         for member, owner, following in zip(present, owners, [*owners[1:], None], strict=True):
-            if owner == self._process:
+            if owner == self._job.process:
                 gradient = self._copies[member].grad
                 assert gradient is not None
                 total = gradient if total is None else total.add_(gradient.to(total.device))
-            if (connection := self._connections[group]) is not None and owner != following:
-                total = self._empty(group) if total is None else total
-                connection.broadcast(total, owner)
+            if len(holders) > 1 and owner != following:
+                if total is None:
+                    total = torch.empty_like(next(self._copies[member] for member in group if member in self._copies))
+                self._peers[holders].broadcast(total, holders.index(owner))
         assert total is not None
         return total
 
@@ -363,9 +357,6 @@ class TiedGradients:
                 one.grad = torch.empty_like(one) if one.grad is None else one.grad
                 one.grad.copy_(total)
 
-    def _empty(self, group: TiedGroup) -> Tensor:
-        return torch.empty_like(next(self._copies[member] for member in group if member in self._copies))
-
 
 def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> None:
     frozen = [member.full_name for member in group if states[member] is None]
@@ -375,41 +366,3 @@ def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> 
             f"{frozen[0]} is frozen, but {trained[0]}, which is the same parameter, is not; freeze all layers' copies "
             "of it (requires_grad_(False)), or none"
         )
-
-
-class TiedProcesses:
-    """The processes of one pipeline that hold copies of the same parameters.
-
-    `members` are their indices in the pipeline, ascending.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        members: Sequence[int],
-        device: torch.device,
-        watch: Watch,
-        device_work: DeviceWork,
-    ) -> None:
-        self._group = group
-        self._ranks = dict(zip(members, dist.get_process_group_ranks(group), strict=True))  # in the job
-        self._device = device
-        self._watch, self._device_work = watch, device_work
-
-    def broadcast(self, tensor: Tensor, process: int) -> None:
-        """Give all of them the values that the tensor has in one of them; on a GPU its current stream waits for it.
-
-        Raises:
-            LostPeer: a connection is gone.
-        """
-        source, own = self._ranks[process], dist.get_rank()
-        others = [rank for rank in self._ranks.values() if rank != own] if source == own else [source]
-        part = tensor.detach().contiguous().view(-1).view(torch.uint8)  # no backend supports all of torch's types
-        with (
-            self._watch.waiting_for(others),
-            LostPeer.named(others),
-            self._device_work.exchanging(self._device, others),
-        ):
-            dist.broadcast(part, source, self._group)
-        if not tensor.is_contiguous():
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
