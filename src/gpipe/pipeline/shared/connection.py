@@ -28,7 +28,7 @@ def connect_stages(
             Sharding(stage.layers, job.replicas) if shards else Averaging(stage.layers, job.replicas, is_awaited=k > 0)
         )
     if synchronizes:
-        exchange = StatisticsExchange(job.connect_replicas(), layers.named_modules(prefix="layers"))
+        exchange = StatisticsExchange(job.connect_replicas(), layers)
         for stage in stages.values():
             stage.exchange = exchange
 

@@ -16,8 +16,7 @@ Import it only in a pipeline that synchronises: it loads torch.compile's machine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +52,12 @@ class StatisticsExchange:
 
     Args:
         replicas: in a group of their own, as the averaging of gradients runs at the same time.
-        modules: of this process, by name; the same in each replica, in the same order.
+        layers: of this process, by index; the same in each replica, in the same order.
     """
 
-    def __init__(self, replicas: Replicas, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        norms = {name: module for name, module in modules if isinstance(module, MicroBatchNorm)}
+    def __init__(self, replicas: Replicas, layers: Mapping[int, nn.Module] | nn.ModuleDict) -> None:
+        named = (layer.named_modules(prefix=f"layers.{index}") for index, layer in layers.items())
+        norms = {name: module for of_layer in named for name, module in of_layer if isinstance(module, MicroBatchNorm)}
         self._replicas = replicas
         self._names = list(norms)
         self._numbers = {norm: number for number, norm in enumerate(norms.values())}
@@ -65,8 +65,7 @@ class StatisticsExchange:
 
     def among(self, layers: Mapping[int, nn.Module]) -> StatisticsExchange:
         """Return an exchange for other layers, by index, such as averages of these."""
-        named = (layer.named_modules(prefix=f"layers.{index}") for index, layer in layers.items())
-        return StatisticsExchange(self._replicas, chain.from_iterable(named))
+        return StatisticsExchange(self._replicas, layers)
 
     def start(self) -> SynchronizedMicroBatch:
         """Return what normalises a stage's next micro-batch."""
