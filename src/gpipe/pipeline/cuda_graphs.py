@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,40 +51,6 @@ _MOST_VARIANTS = 16
 _MOST_CHANGES = 8
 
 
-class _Statistics(NamedTuple):
-    """What the batch norms of a captured forward keep for the end of the step.
-
-    Attributes:
-        owners: the batch norms.
-        moments: the means and variances of each, in memory of the graph.
-        counts: the number of values of each.
-    """
-
-    owners: list[MicroBatchNorm]
-    moments: list[Tensor]
-    counts: list[int]
-
-    @classmethod
-    def take(cls, noted_before: Mapping[MicroBatchNorm, tuple[Any, ...]]) -> _Statistics:
-        """Take what batch norms have noted since `noted_before`, and let them forget it."""
-        found = cls([], [], [])
-        for norm, before in noted_before.items():
-            noted = norm.fresh[len(before) :]
-            found.owners.extend([norm] * (len(noted) // 2))
-            found.moments.extend(noted[::2])
-            found.counts.extend(noted[1::2])
-            norm.__dict__["fresh"] = before
-        return found
-
-    def note(self) -> None:
-        """Give the batch norms copies of what the last replay has computed, in one launch."""
-        if not self.owners:
-            return
-        copied = torch.cat([each.flatten() for each in self.moments]).split([each.numel() for each in self.moments])
-        for norm, part, count in zip(self.owners, copied, self.counts, strict=True):
-            norm.__dict__["fresh"] = (*norm.fresh, part.view(2, -1), count)
-
-
 @dataclass(slots=True)
 class _Captured:
     """A forward as a graph, and its backward.
@@ -94,7 +60,7 @@ class _Captured:
         inputs: where it reads.
         outputs: where it writes; the flags say which of them have a gradient.
         passed: for each output, which of the inputs it is; None for the layer's own.
-        statistics: of batch norms.
+        statistics: of batch norms, for the end of the step: each in memory of the graph, and its number of values.
         backward: the graph; None where no backward follows, or nothing has a gradient.
         seeds: where it reads, for each output with a gradient; None if nothing needs that gradient.
         parameters: those of the layer that are trained.
@@ -105,7 +71,7 @@ class _Captured:
     inputs: list[Tensor]
     outputs: Payload
     passed: list[int | None]
-    statistics: _Statistics
+    statistics: list[tuple[MicroBatchNorm, Tensor, int]]
     backward: torch.cuda.CUDAGraph | None = None
     seeds: Sequence[Tensor | None] = ()
     parameters: Sequence[nn.Parameter] = ()
@@ -117,7 +83,11 @@ class _Captured:
         for own, tensor in zip(self.inputs, inputs, strict=True):
             own.copy_(tensor)
         self.forward.replay()
-        self.statistics.note()
+        if self.statistics:  # copied in one launch
+            together = torch.cat([moments.flatten() for _, moments, _ in self.statistics])
+            copies = together.split([moments.numel() for _, moments, _ in self.statistics])
+            for (norm, _, count), moments in zip(self.statistics, copies, strict=True):
+                norm.__dict__["fresh"] = (*norm.fresh, moments.view(2, -1), count)
 
     def collect(self, inputs: Sequence[Tensor], differentiable: Iterator[Tensor]) -> Any:
         """Return the value of the layer: its outputs in the graph's memory, and the inputs that it returns unchanged.
@@ -306,7 +276,7 @@ class LayerGraphs:
             sources: list[Any] = [*map(get_gradient_edge, entered.differentiable_tensors()), *aliases.values()]
             versions = [tensor._version for tensor in entered.tensors]
             outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
-            statistics = _Statistics.take(norms)
+            statistics = _take_statistics(norms)
         refuse_hidden_parameters(outputs, trained)
         if seeds is not None:
             seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
@@ -349,6 +319,18 @@ class LayerGraphs:
             ) from error
         finally:
             torch.set_autocast_cache_enabled(keeps)
+
+
+def _take_statistics(
+    noted_before: Mapping[MicroBatchNorm, tuple[Any, ...]],
+) -> list[tuple[MicroBatchNorm, Tensor, int]]:
+    """Take what batch norms have noted since `noted_before`, and let them forget it."""
+    found: list[tuple[MicroBatchNorm, Tensor, int]] = []
+    for norm, before in noted_before.items():
+        noted = norm.fresh[len(before) :]
+        found += [(norm, *pair) for pair in zip(noted[::2], noted[1::2], strict=True)]
+        norm.__dict__["fresh"] = before
+    return found
 
 
 def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> Hashable:
