@@ -45,12 +45,7 @@ def check_numbers(
 
 
 def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str) -> None:
-    """Refuse parameters whose gradients have another type, where several processes combine gradients.
-
-    Args:
-        parameters: by name.
-        why: what is done with the gradients, such as "which replicas average".
-    """
+    """Refuse gradients of another type where processes combine them; `why` tells how: "which replicas average"."""
     for name, parameter in parameters:
         if parameter.requires_grad and parameter.grad_dtype is not parameter.dtype:
             raise ValueError(
@@ -368,12 +363,7 @@ def refuse_scaler(scaler: Any, parameters: Iterable[tuple[str, Parameter]]) -> N
 
 
 def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse arguments of a step that differ between processes.
-
-    Args:
-        given: those of each process.
-        where: names a process by its number: "replica {}".
-    """
+    """Refuse what differs between processes, each named by its number in `where`: "replica {}"."""
     for process, other in enumerate(given[1:], 1):
         for name in {**given[0], **other}:
             if (value := given[0].get(name)) != (there := other.get(name)):
@@ -384,12 +374,9 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored: bool) -> None:
-    """Refuse a layer that changed the input of its stage in place, if something else depends on it.
+    """Refuse a layer that changed its stage's input in place, if something else, or a recomputation, starts from it.
 
-    Args:
-        inputs: of the stage.
-        versions: those that its tensors had.
-        is_stored: whether a recomputation will start from them.
+    versions: those that its tensors had before.
     """
     changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
     if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
@@ -409,9 +396,7 @@ def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored
 def refuse_changed_later(inputs: Payload, versions: Sequence[int]) -> None:
     """Refuse to recompute from an input that another stage has changed in place, as it can within one process.
 
-    Args:
-        inputs: of the stage.
-        versions: those that its tensors had after its forward.
+    versions: those that its tensors had after the stage's forward.
     """
     if [tensor._version for tensor in inputs.tensors] != versions:
         raise ValueError(
