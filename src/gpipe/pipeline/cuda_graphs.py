@@ -53,29 +53,17 @@ _MOST_CHANGES = 8
 
 @dataclass(slots=True)
 class _Captured:
-    """A forward as a graph, and its backward.
-
-    Attributes:
-        forward: the graph.
-        inputs: where it reads.
-        outputs: where it writes; the flags say which of them have a gradient.
-        passed: for each output, which of the inputs it is; None for the layer's own.
-        statistics: of batch norms, for the end of the step: each in memory of the graph, and its number of values.
-        backward: the graph; None where no backward follows, or nothing has a gradient.
-        seeds: where it reads, for each output with a gradient; None if nothing needs that gradient.
-        parameters: those of the layer that are trained.
-        gradients: where it writes, for the differentiable inputs and the parameters; None for those without one.
-    """
+    """A forward as a graph, and its backward."""
 
     forward: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    outputs: Payload
-    passed: list[int | None]
-    statistics: list[tuple[MicroBatchNorm, Tensor, int]]
-    backward: torch.cuda.CUDAGraph | None = None
-    seeds: Sequence[Tensor | None] = ()
-    parameters: Sequence[nn.Parameter] = ()
-    gradients: Sequence[Tensor | None] = ()
+    inputs: list[Tensor]  # where it reads
+    outputs: Payload  # where it writes; the flags say which of them have a gradient
+    passed: list[int | None]  # for each output, which of the inputs it is; None for the layer's own
+    statistics: list[tuple[MicroBatchNorm, Tensor, int]]  # each in memory of the graph, and its number of values
+    backward: torch.cuda.CUDAGraph | None = None  # None where no backward follows, or nothing has a gradient
+    seeds: Sequence[Tensor | None] = ()  # where it reads, for each output with a gradient; None if none arrives
+    parameters: Sequence[nn.Parameter] = ()  # those of the layer that are trained
+    gradients: Sequence[Tensor | None] = ()  # where it writes, for the differentiable inputs, then the parameters
 
     @torch.no_grad()
     def run(self, inputs: Sequence[Tensor]) -> None:
@@ -170,17 +158,11 @@ class _Note(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Variant:
-    """A layer with inputs of one kind, in one kind of task.
+    """A layer with inputs of one kind, in one kind of task."""
 
-    Attributes:
-        has_run: whether it has run plainly, so that kernels are chosen and libraries have allocated their memory.
-        seeds: of the kind that its backward starts from; None before a backward has run.
-        captured: its graphs that no micro-batch uses now.
-    """
-
-    has_run: bool = False
-    seeds: list[Tensor | None] | None = None
-    captured: list[_Captured] = field(default_factory=list)
+    has_run: bool = False  # plainly, so that kernels are chosen and libraries have allocated their memory
+    seeds: list[Tensor | None] | None = None  # such as its backward starts from; None before a backward has run
+    captured: list[_Captured] = field(default_factory=list)  # the graphs that no micro-batch uses now
 
 
 class LayerGraphs:

@@ -51,37 +51,21 @@ _TRANSPOSED = ["TBackward0"]
 
 
 class _Product(NamedTuple):
-    """A kind of operation that multiplies activations by a weight.
+    """A kind of operation that multiplies activations by a weight."""
 
-    Attributes:
-        activations: which of its inputs has them.
-        weights: which inputs are the weight and, after it, the bias.
-        saved: autograd's name for the activations.
-        prepare: (the operation, its activations, which weights are wanted) -> what makes their gradients.
-        is_plain: whether one operation is the product and nothing more.
-    """
-
-    activations: int
-    weights: tuple[int, ...]
-    saved: str
-    prepare: Callable[[Any, Tensor, Sequence[int]], Differentiate]
-    is_plain: Callable[[Any], bool] = lambda _: True
+    activations: int  # which of its inputs has them
+    weights: tuple[int, ...]  # which inputs are the weight and, after it, the bias
+    saved: str  # autograd's name for the activations
+    prepare: Callable[[Any, Tensor, Sequence[int]], Differentiate]  # takes the operation, activations, wanted weights
 
 
 class _End(NamedTuple):
-    """Where the gradient of a product's weight goes.
+    """Where the gradient of a product's weight goes."""
 
-    Attributes:
-        edge: the place in the graph to which autograd would pass it.
-        leaf: autograd's node that adds to the parameter's `.grad`.
-        is_own: whether the product's weight is the parameter.
-        is_transposed: whether it is the parameter transposed, as in a fully connected layer.
-    """
-
-    edge: tuple[Node, int]
-    leaf: Any
-    is_own: bool
-    is_transposed: bool
+    edge: tuple[Node, int]  # the place in the graph to which autograd would pass it
+    leaf: Any  # autograd's node that adds to the parameter's `.grad`
+    is_own: bool  # whether the product's weight is the parameter
+    is_transposed: bool  # whether it is the parameter transposed, as in a fully connected layer
 
     def add(self, gradient: Tensor) -> bool:
         """Add to the parameter's gradient; if that is autograd's task, do nothing and return False."""
@@ -96,19 +80,12 @@ class _End(NamedTuple):
 
 
 class DeferredProduct(NamedTuple):
-    """A product of activations and a weight, whose gradient of the weight is deferred.
+    """A product of activations and a weight, whose gradient of the weight is deferred."""
 
-    Attributes:
-        node: autograd's operation. It holds its tensors until it has run.
-        kind: of operation.
-        wanted: which of its weights get a gradient.
-        ends: where those go.
-    """
-
-    node: Any
+    node: Any  # autograd's operation, which holds its tensors until it has run
     kind: _Product
-    wanted: list[int]
-    ends: list[_End]
+    wanted: list[int]  # which of its weights get a gradient
+    ends: list[_End]  # where those go
 
     @property
     def inputs(self) -> Tensor:
@@ -261,8 +238,9 @@ def _count_flops(product: Any, weight: tuple[Any, int]) -> int:
 
 
 def _can_wait(node: Any, kind: _Product) -> bool:
-    """Return whether an operation is plain and holds its tensors itself; under a checkpoint, hooks hold them."""
-    return getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is None and kind.is_plain(node)
+    """Return whether an operation is a product alone and holds its tensors itself; under a checkpoint, hooks do."""
+    is_scaled = getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1
+    return getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is None and not is_scaled
 
 
 def _find_end(edge: tuple[Any, int], uses: dict[Any, int]) -> _End | None:
@@ -309,8 +287,6 @@ def _prepare_product(node: Any, inputs: Tensor, wanted: Sequence[int]) -> Differ
 
 _PRODUCTS = {
     "ConvolutionBackward0": _Product(0, (1, 2), "input", _prepare_convolution),
-    "AddmmBackward0": _Product(
-        1, (2, 0), "mat1", _prepare_product, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
-    ),
+    "AddmmBackward0": _Product(1, (2, 0), "mat1", _prepare_product),
     "MmBackward0": _Product(0, (1,), "self", _prepare_product),
 }
