@@ -77,18 +77,10 @@ class _Captured:
             for (norm, _, count), moments in zip(self.statistics, copies, strict=True):
                 norm.__dict__["fresh"] = (*norm.fresh, moments.view(2, -1), count)
 
-    def collect(self, inputs: Sequence[Tensor], differentiable: Iterator[Tensor]) -> Any:
-        """Return the value of the layer: its outputs in the graph's memory, and the inputs that it returns unchanged.
-
-        differentiable: what to return for the outputs that have a gradient.
-        """
-        found = [
-            next(differentiable) if has_gradient else own.detach() if place is None else inputs[place]
-            for own, place, has_gradient in zip(
-                self.outputs.tensors, self.passed, self.outputs.differentiable, strict=True
-            )
-        ]
-        return self.outputs.replace(found).value()
+    def collect(self, inputs: Sequence[Tensor]) -> Payload:
+        """Return the layer's outputs in the graph's memory, and the inputs that it returns unchanged."""
+        pairs = zip(self.outputs.tensors, self.passed, strict=True)
+        return self.outputs.replace([own.detach() if place is None else inputs[place] for own, place in pairs])
 
 
 class _Replay(torch.autograd.Function):
@@ -99,13 +91,7 @@ class _Replay(torch.autograd.Function):
         ctx.captured = captured
         ctx.set_materialize_grads(False)
         captured.run(inputs)
-        return tuple(
-            (own if place is None else inputs[place]).detach()
-            for own, place, has_gradient in zip(
-                captured.outputs.tensors, captured.passed, captured.outputs.differentiable, strict=True
-            )
-            if has_gradient
-        )
+        return tuple(tensor.detach() for tensor in captured.collect(inputs).differentiable_tensors())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -219,16 +205,17 @@ class LayerGraphs:
                 variant.captured.append(self._capture(layer, inputs))
             (captured,) = variant.captured
             captured.run(inputs.tensors)
-            leaves = [own.detach().requires_grad_() for own in captured.outputs.differentiable_tensors()]
-            return captured.collect(inputs.tensors, iter(leaves))
+            outputs = captured.collect(inputs.tensors)
+            leaves = (tensor.detach().requires_grad_() for tensor in outputs.differentiable_tensors())
+            return outputs.replace_differentiable(leaves).value()
         if variant.seeds is None:
             return _run_and_note(layer, value, variant)
         captured = variant.captured.pop() if variant.captured else self._capture(layer, inputs, variant.seeds)
         self._held.setdefault(micro_batch, []).append((variant, captured))
-        outputs = apply_function(
+        replayed = apply_function(
             _Replay, captured, inputs.tensors, *inputs.differentiable_tensors(), *captured.parameters
         )
-        return captured.collect(inputs.tensors, iter(outputs))
+        return captured.collect(inputs.tensors).replace_differentiable(replayed).value()
 
     def release(self, micro_batch: int) -> None:
         """Let other micro-batches use the graphs of one whose backward has run."""
