@@ -275,15 +275,11 @@ def refuse_embeddings(layers: nn.Module, num_replicas: int, tied: Collection[str
                     f"layers.{name} has scale_grad_by_freq=True, but it would count the tokens of a micro-batch, not "
                     "of the mini-batch; set it to False"
                 )
-            if module.max_norm is not None and num_replicas > 1:
+            if module.max_norm is not None and (num_replicas > 1 or f"layers.{name}.weight" in tied):
                 raise ValueError(
-                    f"layers.{name} has max_norm={module.max_norm}, but each of {num_replicas} replicas would scale "
-                    "different rows, so their weights would differ; set it to None, or use one replica"
-                )
-            if module.max_norm is not None and f"layers.{name}.weight" in tied:
-                raise ValueError(
-                    f"layers.{name} has max_norm={module.max_norm}, but other layers share its weight, and their "
-                    "copies would not be scaled; set it to None, or tie no weights"
+                    f"layers.{name} has max_norm={module.max_norm}, but its copies in other replicas, and in layers "
+                    "that share its weight, would not be scaled alike; set it to None, or use one replica and tie no "
+                    "weights"
                 )
 
 
