@@ -80,12 +80,7 @@ class TiedParameters:
             _refuse_hooks(first, self._parameter(first))
         copies = ((member.full_name, self._parameter(member)) for group in self.groups for member in group)
         refuse_gradient_types(copies, "of which other layers have a part")
-        firsts = ((members[0], self._parameter(members[0])) for members in found.values())
-        self._places = sorted(
-            (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, member)
-            for member, parameter in firsts
-            if _has_memory(parameter) and parameter.is_contiguous()
-        )
+        self._firsts = [first for first, *_ in found.values()]
 
     def settings(self) -> dict[str, Any]:
         """Return, of JSON's types, what all processes must agree on: the groups, and their initial values."""
@@ -134,16 +129,18 @@ class TiedParameters:
         return {index: self._layers[index] for index in devices}
 
     def _refuse_overlaps(self, devices: Mapping[int, torch.device]) -> None:
+        found = ((self._parameter(first), first) for first in self._firsts)
+        places = ((p.data_ptr(), p.nbytes, first) for p, first in found if _has_memory(p) and p.is_contiguous())
         end, last = 0, None
-        for begin, own_end, member in self._places:
+        for begin, size, member in sorted(places):
             if last is not None and begin < end and devices.get(last.layer) != devices.get(member.layer):
                 raise ValueError(
                     f"{last.full_name} and {member.full_name} share memory, but are not one parameter, so one would "
                     "not see changes to the other in another process or on another device; make them one parameter, "
                     "or give each memory of its own (.clone())"
                 )
-            if own_end > end:
-                end, last = own_end, member
+            if begin + size > end:
+                end, last = begin + size, member
 
     def _separate(self, later: Mapping[Member, Member], own: Container[int]) -> None:
         """Give this process's layers modules and parameters that no other layer has."""
