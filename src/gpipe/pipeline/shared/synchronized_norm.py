@@ -280,11 +280,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _InPlaceOfBatchNorm(TorchFunctionMode):
-    """Calls `normalize` in place of F.batch_norm if the body normalises by the statistics of the input.
-
-    Attributes:
-        num_calls: how often it ran.
-    """
+    """Calls `normalize` in place of F.batch_norm if the body normalises by the statistics of the input."""
 
     def __init__(self, normalize: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]) -> None:
         super().__init__()
@@ -292,20 +288,9 @@ class _InPlaceOfBatchNorm(TorchFunctionMode):
         self._normalize = normalize
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self._batch_norm if func is functional.batch_norm else func)(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        input: Tensor,  # noqa: A002
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        kwargs = kwargs or {}
+        # F.batch_norm itself hands its arguments over, in this form whatever its caller's.
+        if func is not functional.batch_norm or not kwargs["training"]:
+            return func(*args, **kwargs)
         self.num_calls += 1
-        return self._normalize(input, weight, bias, eps)
+        return self._normalize(args[0], kwargs["weight"], kwargs["bias"], kwargs["eps"])
