@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.structure import has_own_code
 
 _CONVERT_FIRST = {
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -26,11 +27,12 @@ def wants_low_precision(layer: nn.Module) -> bool:
     """
     if (said := getattr(layer, "wants_low_precision", None)) is not None:
         return bool(said)
+    if has_own_code(layer) or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
     if type(layer) is nn.Sequential and len(layer) > 0:
-        return not _has_hooks(layer) and wants_low_precision(layer[0])
+        return wants_low_precision(layer[0])
     # Padding that repeats values adds up their gradients, in the input's precision.
-    is_plain = getattr(layer, "padding_mode", "zeros") == "zeros" and "forward" not in vars(layer)
-    return type(layer) in _CONVERT_FIRST and is_plain and not _has_hooks(layer)
+    return type(layer) in _CONVERT_FIRST and getattr(layer, "padding_mode", "zeros") == "zeros"
 
 
 def lower(payload: Payload) -> Payload:
@@ -44,7 +46,3 @@ def _lower(tensor: Tensor) -> Tensor:
         return tensor
     dtype = torch.get_autocast_dtype(device_type)
     return tensor.to(dtype)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
