@@ -81,12 +81,6 @@ class _Bucket:
             self._work.wait()
             self._work = None
 
-    def reset(self) -> None:
-        """Forget a step that failed."""
-        self._work = None
-        self.unused.clear()
-        self.missing.clear()
-
 
 class Averaging:
     """Averages the gradients of one stage over its replicas, which freeze the same parameters.
@@ -200,9 +194,9 @@ class Averaging:
         self.reset()
 
     def reset(self) -> None:
-        """Forget a step that failed."""
+        """Forget which gradients this replica lacked; after a step that failed, none follows."""
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.unused.clear()
 
 
 def group_alike(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
