@@ -17,7 +17,7 @@ Import it only in a pipeline that synchronises: it loads torch.compile's machine
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,9 @@ _HEADER = 3  # numbers before the values of a message: which norm, whether in ba
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's backward; gets no gradient itself
 
 
-class _Moments(NamedTuple):
-    """Mean and variance, [2, channels], and the number of values per channel.
-
-    The variance is unbiased for one replica's part of a micro-batch, and biased for the whole micro-batch.
-    """
-
-    statistics: Tensor
-    num_values: float
+_Moments: TypeAlias = tuple[Tensor, float]
+"""Mean and variance, [2, channels], unbiased for one replica's part of a micro-batch and biased for the whole one; and
+the number of values per channel."""
 
 
 class StatisticsExchange:
@@ -166,12 +161,12 @@ class SynchronizedMicroBatch:
         return output
 
     def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
-        part = _measure_statistics(input, _count_channels(norm))
+        statistics, count = _measure_statistics(input, _count_channels(norm))
         if norm.running_mean is not None:  # `commit` adds the other replicas' parts
-            norm.__dict__["fresh"] = (*norm.fresh, *part)
-        mean, variance = part.statistics.double()
-        rows = torch.stack([mean, (part.num_values - 1) * variance])
-        num_values, counts, gathered = self._exchange.gather(norm, part.num_values, rows, backward=False)
+            norm.__dict__["fresh"] = (*norm.fresh, statistics, count)
+        mean, variance = statistics.double()
+        rows = torch.stack([mean, (count - 1) * variance])
+        num_values, counts, gathered = self._exchange.gather(norm, count, rows, backward=False)
         if num_values < 2:
             raise ValueError(
                 "the batch norm sees one value per channel over all replicas, which has no variance; give each "
@@ -179,7 +174,7 @@ class SynchronizedMicroBatch:
             )
         means, within = gathered.unbind(1)
         total, mean, deviations = combine(counts[:, None].expand_as(means), means, within.sum(0))
-        whole = _Moments(torch.stack([mean, deviations / total]).to(part.statistics.dtype), num_values)
+        whole = torch.stack([mean, deviations / total]).to(statistics.dtype), num_values
         self._wholes.append((norm, whole))
         return whole
 
@@ -220,7 +215,7 @@ def _measure_statistics(input: Tensor, num_channels: int) -> _Moments:  # noqa: 
         torch.ops.aten.batch_norm_update_stats(input, *statistics.unbind(), 1.0)
     if count == 1:
         statistics[1] = 0
-    return _Moments(statistics, count)
+    return statistics, count
 
 
 class _Normalize(torch.autograd.Function):
@@ -240,8 +235,8 @@ class _Normalize(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        _, _, whole, eps = fixed
-        mean, variance = whole.statistics.unbind()
+        _, _, (statistics, _), eps = fixed
+        mean, variance = statistics.unbind()
         scale, shift = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         ctx.fixed = fixed
         ctx.save_for_backward(input, weight)
@@ -250,10 +245,10 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, norm, whole, eps = ctx.fixed
+        exchange, norm, (statistics, num_values), eps = ctx.fixed
         input, weight = ctx.saved_tensors  # noqa: A001
-        mean, variance = whole.statistics.unbind()
-        sums = torch.zeros_like(whole.statistics)  # of dy * y, before weight and bias, and of dy
+        mean, variance = statistics.unbind()
+        sums = torch.zeros_like(statistics)  # of dy * y, before weight and bias, and of dy
         if input.numel() > 0:  # in evaluation, the plain layer's gradients of weight and bias are these sums
             _, *found = torch.ops.aten.native_batch_norm_backward(
                 gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
@@ -265,7 +260,7 @@ class _Normalize(torch.autograd.Function):
         if input_wanted:
             inverse = (variance.double() + eps).rsqrt()
             factor = inverse if weight is None else inverse * weight.double()
-            slope, shift = gathered.sum(0) / whole.num_values * -factor
+            slope, shift = gathered.sum(0) / num_values * -factor
             shape = (-1, *[1] * (input.ndim - 2))
             centre, factor, slope, shift = (
                 coefficient.to(mean.dtype).view(shape) for coefficient in (mean, factor, slope * inverse, shift)
