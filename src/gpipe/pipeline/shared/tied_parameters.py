@@ -283,7 +283,9 @@ class TiedGradients:
             ValueError: some copies of a parameter are frozen and some are not.
             LostPeer, PeerFailure: another process is gone or has failed.
         """
-        states = self._exchange_states()
+        own = [(*member, p.grad is not None if p.requires_grad else None) for member, p in self._copies.items()]
+        parts = self._job.gather(own) if self.names else []
+        states: dict[Member, _State] = {Member(layer, name): state for part in parts for layer, name, state in part}
         for group in self._holders:
             _refuse_partly_frozen(group, states)
             if present := [member for member in group if states[member]]:
@@ -317,15 +319,6 @@ class TiedGradients:
             raise ValueError(
                 f"a tied parameter is gone from its layer: {error}; change layers before the pipeline is built"
             ) from None
-
-    def _exchange_states(self) -> dict[Member, _State]:
-        """Return the state of every copy in all processes of the pipeline."""
-        own = [
-            (*member, parameter.grad is not None if parameter.requires_grad else None)
-            for member, parameter in self._copies.items()
-        ]
-        parts = self._job.gather(own) if self.names else []
-        return {Member(layer, name): state for part in parts for layer, name, state in part}
 
     def _sum(self, group: TiedGroup, present: Sequence[Member]) -> Tensor:
         """Return the sum of the gradients; its memory may be that of a copy's gradient."""
