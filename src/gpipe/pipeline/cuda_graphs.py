@@ -146,8 +146,9 @@ class _Note(torch.autograd.Function):
 class _Variant:
     """A layer with inputs of one kind, in one kind of task."""
 
-    has_run: bool = False  # plainly, so that kernels are chosen and libraries have allocated their memory
-    seeds: list[Tensor | None] | None = None  # such as its backward starts from; None before a backward has run
+    # Such as its backward starts from; empty without a backward. None until it has run plainly, with its backward: then
+    # kernels are chosen, and libraries have allocated their memory.
+    seeds: list[Tensor | None] | None = None
     captured: list[_Captured] = field(default_factory=list)  # the graphs that no micro-batch uses now
 
 
@@ -196,21 +197,15 @@ class LayerGraphs:
         # Tensors that share memory change together; copies in graphs would not.
         if variant is None or inputs.shared or (not variant.captured and self._buffers.has_changed(layer)):
             return layer(value)
+        if variant.seeds is None:
+            return _run_plainly(layer, value, variant, has_backward=micro_batch is not None)
+        captured = variant.captured.pop() if variant.captured else self._capture(layer, inputs, variant.seeds)
         if micro_batch is None:
-            if not variant.has_run:
-                plain = _run_plainly(layer, value)
-                variant.has_run = not plain.shared
-                return plain.value()
-            if not variant.captured:
-                variant.captured.append(self._capture(layer, inputs))
-            (captured,) = variant.captured
+            variant.captured.append(captured)
             captured.run(inputs.tensors)
             outputs = captured.collect(inputs.tensors)
             leaves = (tensor.detach().requires_grad_() for tensor in outputs.differentiable_tensors())
             return outputs.replace_differentiable(leaves).value()
-        if variant.seeds is None:
-            return _run_and_note(layer, value, variant)
-        captured = variant.captured.pop() if variant.captured else self._capture(layer, inputs, variant.seeds)
         self._held.setdefault(micro_batch, []).append((variant, captured))
         replayed = apply_function(
             _Replay, captured, inputs.tensors, *inputs.differentiable_tensors(), *captured.parameters
@@ -227,7 +222,7 @@ class LayerGraphs:
         for micro_batch in list(self._held):
             self.release(micro_batch)
 
-    def _capture(self, layer: nn.Module, inputs: Payload, seeds: Sequence[Tensor | None] | None = None) -> _Captured:
+    def _capture(self, layer: nn.Module, inputs: Payload, seeds: Sequence[Tensor | None]) -> _Captured:
         """Capture a layer's forward and, with `seeds` to start from, its backward."""
         # Not one pool for several layers: a tensor that bypasses a layer would lie where that layer's graph writes.
         pool = torch.cuda.graph_pool_handle()
@@ -247,7 +242,7 @@ class LayerGraphs:
             outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
             statistics = _take_statistics(norms)
         refuse_hidden_parameters(outputs, trained)
-        if seeds is not None:
+        if seeds:
             seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
             roots = [one for one, seed in zip(outputs.differentiable_tensors(), seeds, strict=True) if seed is not None]
             starts = [seed for seed in seeds if seed is not None]
@@ -258,9 +253,7 @@ class LayerGraphs:
         places = {id(one): place for place, (one, version) in enumerate(unchanged) if one._version == version}
         passed = [places.get(id(tensor)) for tensor in outputs.tensors]
         parameters = list(trained.values())
-        return _Captured(
-            forward, own, outputs.detach(), passed, statistics, backward, seeds or (), parameters, gradients
-        )
+        return _Captured(forward, own, outputs.detach(), passed, statistics, backward, seeds, parameters, gradients)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -309,16 +302,13 @@ def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> H
     return has_backward, is_recomputing(), torch.is_grad_enabled(), precision, inputs.structure, tensors
 
 
-def _run_plainly(layer: nn.Module, value: Any) -> Payload:
+def _run_plainly(layer: nn.Module, value: Any, variant: _Variant, *, has_backward: bool) -> Any:
+    """Run a layer as it is, and let the variant note what its backward starts from."""
     outputs = Payload.of(layer(value))
     outputs.find_shared(outputs)
-    return outputs
-
-
-def _run_and_note(layer: nn.Module, value: Any, variant: _Variant) -> Any:
-    """Run a layer plainly, and let the variant note what its backward starts from."""
-    outputs = _run_plainly(layer, value)
-    wanted = outputs.differentiable_tensors()
+    if not outputs.shared and not has_backward:
+        variant.seeds = []
+    wanted = outputs.differentiable_tensors() if has_backward else []
     if not wanted or outputs.shared:
         return outputs.value()
     return outputs.replace_differentiable(apply_function(_Note, variant, *wanted)).value()
