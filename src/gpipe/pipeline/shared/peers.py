@@ -41,13 +41,13 @@ class Peers:
 
     @contextmanager
     def exchange(self, *ranks: int) -> Iterator[None]:
-        """Note that the host waits for the others in the body, and the GPU in work that the body gives it."""
+        """Do as `waiting`, and note that the GPU waits for the same processes in work that the body gives it."""
         with self.waiting(*ranks), self._device_work.exchanging(self._device, ranks or self._others):
             yield
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Give all of them the values that a dense tensor has in number `source` of them."""
+        """Give all of them the values that a dense tensor has in number `source` of them; raises as `waiting` does."""
         if tensor.numel() == 0:
             return
         # An element that an expanded tensor repeats travels once. As bytes: no backend knows all of torch's types.

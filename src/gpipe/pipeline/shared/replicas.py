@@ -43,21 +43,14 @@ class Replicas:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Note that the host waits for the other replicas in the body, and the GPU in work that the body gives it.
+        """Do as `waiting`, and note that the GPU waits for the other replicas in work that the body gives it.
 
         Keep the body short: all work that it gives the GPU counts as waiting for the others.
-
-        Raises:
-            LostPeer: in place of an error of the connections; any other error is left as it is.
         """
         yield
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Give all replicas the values that a dense tensor has in one of them.
-
-        Raises:
-            LostPeer: a connection is gone.
-        """
+        """Give all replicas the values that a dense tensor has in one of them; raises as `waiting` does."""
 
     def wait_for_devices(self) -> None:
         """Wait until the GPU has received what was exchanged, before the host reads a number from it.

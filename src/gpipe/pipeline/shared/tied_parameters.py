@@ -32,8 +32,6 @@ from gpipe.pipeline.refusals import refuse_gradient_types
 from gpipe.pipeline.structure import TIES
 
 _Value = TypeVar("_Value")
-_State = bool | None
-"""Of a copy in a step: whether it got a gradient; None if it is frozen."""
 
 
 class Member(NamedTuple):
@@ -283,9 +281,10 @@ class TiedGradients:
             ValueError: some copies of a parameter are frozen and some are not.
             LostPeer, PeerFailure: another process is gone or has failed.
         """
+        # Whether each copy in all processes got a gradient; None if it is frozen.
         own = [(*member, p.grad is not None if p.requires_grad else None) for member, p in self._copies.items()]
         parts = self._job.gather(own) if self.names else []
-        states: dict[Member, _State] = {Member(layer, name): state for part in parts for layer, name, state in part}
+        states = {Member(layer, name): state for part in parts for layer, name, state in part}
         for group in self._holders:
             _refuse_partly_frozen(group, states)
             if present := [member for member in group if states[member]]:
@@ -348,7 +347,7 @@ class TiedGradients:
                 one.grad.copy_(total)
 
 
-def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> None:
+def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, bool | None]) -> None:
     frozen = [member.full_name for member in group if states[member] is None]
     trained = [member.full_name for member in group if states[member] is not None]
     if frozen and trained:
