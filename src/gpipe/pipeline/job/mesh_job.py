@@ -29,7 +29,7 @@ from gpipe.pipeline.job.watch import Watch
 from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.peers import Peers
-from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
+from gpipe.pipeline.shared.replicas import Replicas
 from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
@@ -118,7 +118,7 @@ class MeshJob(Job):
         if self._replica_messenger is None:
             return self.replicas
         group = self._make_groups(self._columns, _BACKENDS[self._device.type])
-        return ReplicaGroup(group, self._replica_messenger, self._watch, self._device, self.device_work)
+        return Peers(group, self._watch, self._device, self.device_work, self._replica_messenger)
 
     def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Peers]:
         """Connect processes of each pipeline with each other; return the connections that this one belongs to."""

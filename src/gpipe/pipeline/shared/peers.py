@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,35 @@ from torch import Tensor
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.host_memory import allocate_on_host
+from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.job.watch import PROBE_TAG, Watch
+from gpipe.pipeline.shared.replicas import Replicas
 
 
-class Peers:
-    """Some processes of the job, one of them this one, in a group on the backend that carries tensors."""
+class Peers(Replicas):
+    """Some processes of the job, one of them this one, in a group on the backend that carries tensors.
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device, device_work: DeviceWork) -> None:
-        self.group, self._watch, self._device, self._device_work = group, watch, device, device_work
+    messenger: also connects them, if they gather values as replicas do.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        watch: Watch,
+        device: torch.device,
+        device_work: DeviceWork,
+        messenger: Messenger | None = None,
+    ) -> None:
+        self.group: dist.ProcessGroup = group
+        self._watch, self._device, self._device_work, self._messenger = watch, device, device_work, messenger
         self._ranks = dist.get_process_group_ranks(group)  # in the job
+        self.index, self.count = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._others = [rank for rank in self._ranks if rank != dist.get_rank()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all, in order, on each; values are of JSON's types."""
+        assert self._messenger is not None
+        return self._messenger.gather(value)
 
     @contextmanager
     def waiting(self, *ranks: int) -> Iterator[None]:
@@ -53,7 +73,7 @@ class Peers:
         # An element that an expanded tensor repeats travels once. As bytes: no backend knows all of torch's types.
         own = tensor.detach()[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
         part = own.contiguous().view(-1).view(torch.uint8)
-        ranks = [self._ranks[source]] if self._ranks[source] in self._others else []
+        ranks = [] if source == self.index else [self._ranks[source]]
         with self.exchange(*ranks):
             dist.broadcast(part, group=self.group, group_src=source)
         if not own.is_contiguous():
@@ -68,8 +88,8 @@ class Peers:
         if isinstance(error, dist.DistBackendError):
             return True
         try:
-            for peer, rank in enumerate(self._ranks):
-                if rank in self._others and dist.get_backend(self.group) == "gloo":
+            for peer in range(self.count):
+                if peer != self.index and dist.get_backend(self.group) == "gloo":
                     self.group.send([allocate_on_host(1)], peer, PROBE_TAG)
         except RuntimeError:
             return True

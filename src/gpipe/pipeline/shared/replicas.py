@@ -6,18 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.job.device_work import DeviceWork
-from gpipe.pipeline.job.messages import Messenger
-from gpipe.pipeline.job.watch import Watch
-from gpipe.pipeline.shared.peers import Peers
-
 
 class Replicas:
-    """The only replica of a pipeline: whatever it gathers is one value.
+    """The only replica of a pipeline: whatever it gathers is one value. Several are `Peers`.
 
     Attributes:
         index: of this replica.
@@ -58,25 +52,3 @@ class Replicas:
         Raises:
             PipelineError: as `Job.wait_for_devices`.
         """
-
-
-class ReplicaGroup(Peers, Replicas):
-    """This process and those that hold the same stages in the other pipelines; `messenger` connects them too."""
-
-    group: dist.ProcessGroup
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        messenger: Messenger,
-        watch: Watch,
-        device: torch.device,
-        device_work: DeviceWork,
-    ) -> None:
-        super().__init__(group, watch, device, device_work)
-        self.index, self.count = messenger.rank, messenger.size
-        self._messenger = messenger
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the replicas' values, in order, on each; values are of JSON's types."""
-        return self._messenger.gather(value)
