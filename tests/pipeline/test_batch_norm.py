@@ -441,3 +441,14 @@ def test_an_input_without_channels_is_refused_in_torchs_words() -> None:
         norm(torch.zeros(3))
     with pytest.raises(gpipe.PipelineError, match="expected 2D or 3D input"):
         pipeline_of([norm], num_microbatches=1).train_step((torch.zeros(2, 3, 1, 1), torch.zeros(2)))
+
+
+def test_averages_move_whatever_the_default_device_is() -> None:
+    averages = []
+    for default in ("cpu", "meta"):
+        norm, batch = nn.BatchNorm1d(3), (torch.arange(12.0).view(4, 3), torch.zeros(4, 3))
+        pipeline = gpipe.Pipeline(gpipe.convert_batch_norm(nn.Sequential(norm)), F.mse_loss, [1], 2)
+        with torch.device(default):
+            pipeline.train_step(batch)
+        averages.append([*norm.buffers()])
+    assert all(map(torch.equal, *averages))

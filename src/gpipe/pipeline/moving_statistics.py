@@ -68,7 +68,7 @@ def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
             tables = [norm.seen[2 * part] for part in range(length) for norm in group]
             means, variances = torch.cat(tables, dim=1).double().view(2, length, sum(sizes))
             per_layer = [[norm.seen[2 * part + 1] for norm in group] for part in range(length)]
-            counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
+            counts = _spread(per_layer, sizes, device)
             together = combine(counts, means, ((counts - 1) * variances).sum(0))
         if len(by_length) == 1:
             return together
@@ -98,12 +98,12 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
     if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         used = (count[starts] > 0).tolist()
-        kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
+        kept = _spread([used], sizes, count.device)[0].bool()
         norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
         sizes, (count, mean, deviations) = [_get_averages(norm)[0].numel() for norm in norms], moments
     if not norms:
         return
-    factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
+    factors = _spread([_count_step(norms)], sizes, count.device)[0]
     means, variances = zip(*(_get_averages(norm) for norm in norms), strict=True)
     values = torch.stack([mean, deviations / (count - 1)])
     moved = torch.lerp(torch.cat(means + variances).double().view_as(values), values, factors)
@@ -128,6 +128,8 @@ def _get_averages(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _spread(values: Tensor, sizes: list[int], device: torch.device) -> Tensor:
+def _spread(rows: list[list[float]], sizes: list[int], device: torch.device) -> Tensor:
     """Repeat each layer's number for its channels: [rows, layers] -> [rows, channels of all]."""
-    return values.repeat_interleave(torch.tensor(sizes), dim=1).to(device, non_blocking=True)
+    values = torch.tensor(rows, device="cpu", dtype=torch.float64)  # whatever the user's default device is
+    repeats = torch.tensor(sizes, device="cpu", dtype=torch.int64)
+    return values.repeat_interleave(repeats, dim=1).to(device, non_blocking=True)

@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
     def _receive(self, own: Tensor | None, replica: int, dtype: torch.dtype, shape: list[int], number: Any) -> Tensor:
         """Return one tensor of a replica's state."""
         if number is not None:
-            return torch.tensor(number, dtype=dtype)
+            return torch.tensor(number, device="cpu", dtype=dtype)
         device = next(iter(self._job.devices.values()))
         sent = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
         self._job.replicas.broadcast(sent, replica)
