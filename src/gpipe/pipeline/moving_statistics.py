@@ -96,9 +96,8 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
     sizes = [_get_averages(norm)[0].numel() for norm in norms]
     count, mean, deviations = moments
     if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
-        starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        used = (count[starts] > 0).tolist()
-        kept = _spread([used], sizes, count.device)[0].bool()
+        kept = count > 0
+        used = kept[[sum(sizes[:k]) for k in range(len(sizes))]].tolist()
         norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
         sizes, (count, mean, deviations) = [_get_averages(norm)[0].numel() for norm in norms], moments
     if not norms:

@@ -30,7 +30,6 @@ SCHEDULES: dict[str, ScheduleFunction] = {
     "zb_v": zero_bubble_v,
 }
 
-
 SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
 """The schedules that split backwards in two."""
 
