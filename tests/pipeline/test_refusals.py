@@ -104,6 +104,13 @@ def test_a_sequence_with_a_hook_is_refused(register: str) -> None:
         build(layers)
 
 
+def test_what_is_no_sequence_is_refused_as_such_even_with_a_hook() -> None:
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="layers is of type Linear; it must be an nn"):
+        gpipe.Pipeline(layer, F.cross_entropy, [1], 2)  # type: ignore[arg-type]
+
+
 def test_a_sequence_that_is_compiled_is_refused() -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     pipeline = build(layers)

@@ -120,4 +120,4 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
             part = local_part(parameter.grad)
             alike.setdefault((part.device, part.dtype), []).append(part)
     for gradients in alike.values():
-        multiply_each(gradients, max_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+        multiply_each(gradients, max_norm / (norm + 1e-6))  # torch's clip_grad_norm_ adds as much

@@ -80,9 +80,9 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
 def _refuse_own_behaviour(layers: Any) -> None:
     """Refuse what is not a sequence, or does more than run its layers: a stage runs only some of them."""
     name = type(layers).__name__
-    if isinstance(layers, nn.Module):
-        _refuse_additions(layers)
-    refuse_no_sequence(layers)
+    if not (isinstance(layers, nn.Module) and is_compiled(layers)):
+        refuse_no_sequence(layers)
+    _refuse_additions(layers)
     is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
     if not is_plain or "forward" in layers.__dict__:
         raise TypeError(

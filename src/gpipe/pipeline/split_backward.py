@@ -239,7 +239,7 @@ def _count_flops(product: Any, weight: tuple[Any, int]) -> int:
 
 def _can_wait(node: Any, kind: _Product) -> bool:
     """Return whether an operation is a product alone and holds its tensors itself; under a checkpoint, hooks do."""
-    is_scaled = getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1
+    is_scaled = kind is _PRODUCTS["AddmmBackward0"] and not node._saved_alpha == node._saved_beta == 1
     return getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is None and not is_scaled
 
 

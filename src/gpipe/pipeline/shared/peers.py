@@ -66,16 +66,24 @@ class Peers(Replicas):
             yield
 
     @torch.no_grad()
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Give all of them the values that a dense tensor has in number `source` of them; raises as `waiting` does."""
+    def broadcast(self, tensor: Tensor, source: int, target: int | None = None) -> None:
+        """Give all of them the values that a dense tensor has in number `source` of them; raises as `waiting` does.
+
+        target: the only one to give them to; then these two alone call it.
+        """
         if tensor.numel() == 0:
             return
         # An element that an expanded tensor repeats travels once. As bytes: no backend knows all of torch's types.
         own = tensor.detach()[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
         part = own.contiguous().view(-1).view(torch.uint8)
-        ranks = [] if source == self.index else [self._ranks[source]]
-        with self.exchange(*ranks):
-            dist.broadcast(part, group=self.group, group_src=source)
+        other = target if source == self.index else source
+        with self.exchange(*([] if other is None else [self._ranks[other]])):
+            if target is None:
+                dist.broadcast(part, group=self.group, group_src=source)
+            elif source == self.index:
+                dist.send(part, group=self.group, group_dst=target)
+            else:
+                dist.recv(part, group=self.group, group_src=source)
         if not own.is_contiguous():
             own.copy_(part.view(own.dtype).view(own.shape))
 

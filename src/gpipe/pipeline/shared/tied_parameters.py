@@ -322,17 +322,19 @@ class TiedGradients:
     def _sum(self, group: TiedGroup, present: Sequence[Member]) -> Tensor:
         """Return the sum of the gradients; its memory may be that of a copy's gradient."""
         total: Tensor | None = None
-        holders = self._holders[group]
+        holders, process = self._holders[group], self._job.process
         owners = [self._owners[member.layer] for member in present]
         for member, owner, following in zip(present, owners, [*owners[1:], None], strict=True):
-            if owner == self._job.process:
+            if owner == process:
                 gradient = self._copies[member].grad
                 assert gradient is not None
                 total = gradient if total is None else total.add_(gradient.to(total.device))
-            if len(holders) > 1 and owner != following:
+            is_passed_on = len(holders) > 1 and owner != following  # to the next owner, and the whole sum to all
+            if is_passed_on and (following is None or process in (owner, following)):
                 if total is None:
                     total = torch.empty_like(next(self._copies[member] for member in group if member in self._copies))
-                self._peers[holders].broadcast(total, holders.index(owner))
+                target = None if following is None else holders.index(following)
+                self._peers[holders].broadcast(total, holders.index(owner), target)
         assert total is not None
         return total
 
