@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from gpipe.training.progress import Progress, StepStatus
+from gpipe.training.progress import Progress, describe_step
+
+STEP = {"step": 12, "epoch": 0, "loss": 1.25}
 
 
 class Terminal(io.StringIO):
@@ -16,9 +18,9 @@ class Terminal(io.StringIO):
 
 
 def test_the_figures_are_those_that_are_known() -> None:
-    status = StepStatus(12, 0, 1.25, 0.5, 310.0, 412 * 2**20, 0.125)
-    assert status.figures() == ["loss 1.2500", "top-1 50.0%", "310.0 examples/s", "peak 412 MiB", "bubble 12.5%"]
-    assert StepStatus(12, 0, 1.25).figures() == ["loss 1.2500"]
+    line = {**STEP, "top1": 0.5, "examples_per_second": 310.0, "peak_memory_bytes": 412 * 2**20, "bubble": 0.125}
+    assert describe_step(line) == ["loss 1.2500", "top-1 50.0%", "310.0 examples/s", "peak 412 MiB", "bubble 12.5%"]
+    assert describe_step({**STEP, "bubble": None}) == ["loss 1.2500"]
 
 
 def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
@@ -26,11 +28,11 @@ def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
     with Progress(100, 5, interval_seconds=10.0, stream=stream, clock=lambda: now[0]) as progress:
         for step, seconds in ((1, 3.0), (2, 10.5), (3, 11.0), (4, 21.0)):
             now[0] = seconds
-            progress.update(StepStatus(step, 0, 1.0))
-        progress.update(StepStatus(5, 0, 1.0), ends_epoch=True)
+            progress.update(STEP | {"step": step})
+        progress.update(STEP | {"step": 5}, ends_epoch=True)
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 2/100", "step 4/100", "step 5/100"]
-    assert lines[0] == "step 2/100  0:12:15 left  epoch 1/5  loss 1.0000"
+    assert lines[0] == "step 2/100  0:12:15 left  epoch 1/5  loss 1.2500"
 
 
 def test_the_time_left_follows_from_the_steps_after_the_sessions_first() -> None:
@@ -38,7 +40,7 @@ def test_the_time_left_follows_from_the_steps_after_the_sessions_first() -> None
     with Progress(10_000, 1, stream=stream, clock=lambda: now[0]) as progress:
         for step, seconds in ((501, 900.0), (502, 910.0), (503, 950.0)):  # a run that was resumed, and compiles first
             now[0] = seconds
-            progress.update(StepStatus(step, 0, 1.0), ends_epoch=True)
+            progress.update(STEP | {"step": step}, ends_epoch=True)
     found = [line.split("  ")[1] for line in stream.getvalue().splitlines()]
     assert found == ["-:--:-- left", "26:23:00 left", "65:57:05 left"]  # 9498 steps of 10 s, 9497 of 25 s
 
@@ -59,7 +61,9 @@ def test_a_terminal_has_the_bar_the_step_and_the_time_left_then_whole_figures_as
     with Progress(1000, 5, stream=stream, clock=lambda: now[0]) as progress:
         for step in (411, 412):
             now[0] += 2.0
-            progress.update(StepStatus(step, 1, 1.25, 0.5, 310.0, examples="images"))
+            progress.update(
+                {"step": step, "epoch": 1, "loss": 1.25, "top1": 0.5, "examples_per_second": 310.0}, examples="images"
+            )
     last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).strip())[-1]
     bar, done, left, of_left, *rest = last.split()
     assert (set(bar) <= set("━╸╺"), done, left, of_left) == (True, "412/1000", "0:19:36", "left")
@@ -69,7 +73,7 @@ def test_a_terminal_has_the_bar_the_step_and_the_time_left_then_whole_figures_as
 def test_messages_stand_above_the_bar() -> None:
     stream = Terminal()
     with Progress(10, 1, stream=stream) as progress:
-        progress.update(StepStatus(3, 0, 1.0))
+        progress.update(STEP | {"step": 3})
         progress.message("saved [here]")
     assert "3/10" in stream.getvalue()
     assert "saved [here]" in stream.getvalue()
@@ -90,7 +94,7 @@ def test_what_makes_a_step_long_is_told_at_intervals_and_beside_the_bar() -> Non
 def test_other_processes_are_silent() -> None:
     for stream in (io.StringIO(), Terminal()):
         with Progress(10, 1, enabled=False, stream=stream) as progress:
-            progress.update(StepStatus(10, 0, 1.0), ends_epoch=True)
+            progress.update(STEP | {"step": 10}, ends_epoch=True)
             progress.message("saved")
         assert stream.getvalue() == ""
 
@@ -110,7 +114,7 @@ class FailingTerminal(Failing, Terminal):
 def test_what_cannot_be_shown_is_a_warning(kind: type[Failing], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(10, 1, stream=kind()) as progress:
         for step in range(3):
-            progress.update(StepStatus(step, 0, 1.0), ends_epoch=True)
+            progress.update(STEP | {"step": step}, ends_epoch=True)
             progress.message("saved")
     assert capsys.readouterr().err == (
         "warning: the progress cannot be shown (OSError: [Errno 28] No space left on device): the run "

@@ -3,11 +3,10 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
@@ -17,40 +16,6 @@ from rich.text import Text
 
 _BAR_WIDTH = 16
 _WATCH_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class StepStatus:
-    """The figures of one step.
-
-    Attributes:
-        step: the number of finished steps.
-        epoch: from 0.
-        top1, bubble: fractions.
-        examples: what to call the data's examples.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    top1: float | None = None
-    examples_per_second: float | None = None
-    peak_memory_bytes: int | None = None
-    bubble: float | None = None
-    examples: str = "examples"
-
-    def figures(self) -> list[str]:
-        """Return the known figures, the most important first."""
-        parts = [f"loss {self.loss:.4f}"]
-        if self.top1 is not None:
-            parts.append(f"top-1 {self.top1:.1%}")
-        if self.examples_per_second is not None:
-            parts.append(f"{self.examples_per_second:.1f} {self.examples}/s")
-        if self.peak_memory_bytes:
-            parts.append(f"peak {self.peak_memory_bytes / 2**20:.0f} MiB")
-        if self.bubble is not None:
-            parts.append(f"bubble {self.bubble:.1%}")
-        return parts
 
 
 class _Fitting:
@@ -154,16 +119,22 @@ class Progress:
             self.message(f"{self._position}  {text}")
             self._last_line = self._clock()
 
-    def update(self, status: StepStatus, *, ends_epoch: bool = False) -> None:
-        """Show a finished step; plain lines appear at intervals, and at the end of each epoch."""
-        self._try(lambda: self._show(status, ends_epoch=ends_epoch))
+    def update(self, line: Mapping[str, Any], *, examples: str = "examples", ends_epoch: bool = False) -> None:
+        """Show a finished step; plain lines appear at intervals, and at the end of each epoch.
 
-    def _show(self, status: StepStatus, *, ends_epoch: bool) -> None:
-        self._position = f"step {status.step}/{self._num_steps}"
-        left = _time_left(self._estimate_seconds(status.step))
-        figures = [f"epoch {status.epoch + 1}/{self._num_epochs}", *status.figures()]
+        Args:
+            line: the step's line in the log.
+            examples: what to call the data's examples.
+            ends_epoch: whether it is the last step of its epoch.
+        """
+        self._try(lambda: self._show(line, examples, ends_epoch=ends_epoch))
+
+    def _show(self, line: Mapping[str, Any], examples: str, *, ends_epoch: bool) -> None:
+        self._position = f"step {line['step']}/{self._num_steps}"
+        left = _time_left(self._estimate_seconds(line["step"]))
+        figures = [f"epoch {line['epoch'] + 1}/{self._num_epochs}", *describe_step(line, examples)]
         if self._bar is not None:
-            self._bar.update(self._task, completed=status.step, left=left, figures=figures)
+            self._bar.update(self._task, completed=line["step"], left=left, figures=figures)
         elif ends_epoch or self._clock() - self._last_line >= self._interval_seconds:
             self.message("  ".join((self._position, left, *figures)))
             self._last_line = self._clock()
@@ -200,6 +171,18 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def describe_step(line: Mapping[str, Any], examples: str = "examples") -> list[str]:
+    """Return the known figures of a step's line in the log, the most important first."""
+    describe: dict[str, Callable[[float], str]] = {
+        "loss": lambda loss: f"loss {loss:.4f}",
+        "top1": lambda share: f"top-1 {share:.1%}",
+        "examples_per_second": lambda speed: f"{speed:.1f} {examples}/s",
+        "peak_memory_bytes": lambda peak: f"peak {peak / 2**20:.0f} MiB",
+        "bubble": lambda share: f"bubble {share:.1%}",
+    }
+    return [describe[name](line[name]) for name in describe if line.get(name) is not None]
 
 
 def _time_left(seconds: float | None) -> str:

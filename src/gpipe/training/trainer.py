@@ -33,7 +33,7 @@ from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate_on_al
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
 from gpipe.training.optimizers import named_parameters_of, set_learning_rate
-from gpipe.training.progress import Progress, StepStatus
+from gpipe.training.progress import Progress
 from gpipe.training.statistics import estimate_statistics
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
@@ -441,20 +441,19 @@ class Trainer:
         speed = StepSpeed(seconds, values["wait_seconds"], *map(sum, sizes))
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
-        status = StepStatus(
-            step=self.pipeline.step,
-            epoch=self._epoch,
-            loss=report.loss,
-            top1=report.metrics.get("top1"),
-            examples_per_second=speed.num_examples / seconds,
-            examples=self.examples,
-            peak_memory_bytes=totals.peak_memory_bytes,
-            bubble=totals.bubble,
-        )
-        speeds = {"examples_per_second": status.examples_per_second, "step_seconds": report.step_seconds}
-        line = {"step": status.step, "epoch": status.epoch, "loss": report.loss, **report.metrics, **values, **speeds}
-        self._tracker.log({**line, "peak_memory_bytes": status.peak_memory_bytes})
-        self._progress.update(status, ends_epoch=self._batch == len(self.train_loader))
+        line = {
+            "step": self.pipeline.step,
+            "epoch": self._epoch,
+            "loss": report.loss,
+            **report.metrics,
+            **values,
+            "examples_per_second": speed.num_examples / seconds,
+            "step_seconds": report.step_seconds,
+            "peak_memory_bytes": report.peak_memory_bytes,
+        }
+        self._tracker.log(line)
+        ends_epoch = self._batch == len(self.train_loader)
+        self._progress.update(line | {"bubble": totals.bubble}, examples=self.examples, ends_epoch=ends_epoch)
 
     def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> bool:
         """At the end of an epoch, start the next; evaluate and save if due; return whether it evaluated.
