@@ -1,17 +1,13 @@
-"""What a training's checkpoints have, and which of them it resumes from."""
+"""What a training's checkpoints have."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gpipe.checkpoint.content import OptimizerState
-from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.folder import list_newest_first
 from gpipe.checkpoint.format import parse_parameter
-from gpipe.checkpoint.manifest import Manifest
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.training.ema import Ema
@@ -41,30 +37,3 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
         load({key: value for key, value in state.items() if optimizer.keeps(parameters[parse_parameter(key)])})
 
     return OptimizerState(type(optimizer.whole).__name__, parameters, gather, load_own)
-
-
-def load_newest(
-    folder: Path | None, load: Callable[[Path], Manifest], say: Callable[[str], None]
-) -> tuple[Path, Manifest] | None:
-    """Load a folder's newest undamaged checkpoint, and warn of damaged ones.
-
-    Args:
-        folder: the folder of the checkpoints; None has none.
-        load: loads one.
-        say: prints a warning.
-
-    Returns:
-        The checkpoint's folder and manifest; None if there are no checkpoints.
-
-    Raises:
-        CheckpointError: all are damaged; a new run would silently overwrite them.
-    """
-    paths = list_newest_first(folder) if folder is not None else []
-    for path in paths:
-        try:
-            return path, load(path)
-        except DamagedCheckpoint as damage:
-            say(f"warning: {damage}")
-    if paths:
-        raise CheckpointError(f"{folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew.")
-    return None

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.checkpoint.content import Content
-from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import list_newest_first
 from gpipe.checkpoint.manifest import Manifest, Position
 from gpipe.checkpoint.read import load_checkpoint, load_weights
 from gpipe.checkpoint.saver import Saver
@@ -26,7 +27,7 @@ from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandon
 from gpipe.pipeline.microbatch import Payload, find_batch_size
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoints import get_tensors, load_newest, wrap_optimizer
+from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.endings import Stopped, explain_non_finite, explain_non_finite_evaluation
 from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate_on_all
@@ -211,16 +212,9 @@ class Trainer:
             CheckpointError: the checkpoint, or each in the folder, is damaged, or belongs to another model.
             ValueError: it has another seed or number of mini-batches per epoch.
         """
-
-        def load(path: Path) -> Manifest:
-            return load_checkpoint(path, self.pipeline, self._tensors, wrap_optimizer(self.optimizer))
-
-        if path is not None:
-            manifest = load(path)
-        elif (found := load_newest(self.checkpoint_folder, load, self._progress.message)) is not None:
-            path, manifest = found
-        else:
+        if (found := self._load(path)) is None:
             return False
+        path, manifest = found
         position = manifest.position
         if position.seed != self._seed:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self._seed}: resume with that seed.")
@@ -239,6 +233,22 @@ class Trainer:
             self.scaler.load_state_dict(self._totals.scaler)
         self._tracker.rewind(position.step)
         return True
+
+    def _load(self, named: Path | None) -> tuple[Path, Manifest] | None:
+        """Load the named checkpoint, or the newest undamaged one in the folder, and warn of damaged ones there."""
+        newest = [] if self.checkpoint_folder is None else list_newest_first(self.checkpoint_folder)
+        for path in newest if named is None else [named]:
+            try:
+                return path, load_checkpoint(path, self.pipeline, self._tensors, wrap_optimizer(self.optimizer))
+            except DamagedCheckpoint as damage:
+                if named is not None:
+                    raise
+                self._progress.message(f"warning: {damage}")
+        if newest:  # a new run would silently overwrite them
+            raise CheckpointError(
+                f"{self.checkpoint_folder} has {len(newest)} checkpoints, all of them damaged: remove it to start anew."
+            )
+        return None
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Load the averages of another run's checkpoint, or its weights if it has none.
