@@ -93,6 +93,11 @@ def test_wrong_settings_are_refused() -> None:
         exponential(1.0, decay_rate=0.9, decay_steps=0)
 
 
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^the schedule is 'cosin', expected exponential, cosine, .*: correct its nam"):
+        build_schedule("cosin", 1.0, steps_per_epoch=10, num_steps=20)
+
+
 def test_a_warm_up_longer_than_training_only_rises() -> None:
     rate = cosine(1.0, num_steps=3, warm_up_steps=4)
     assert [rate(step) for step in range(3)] == [0.25, 0.5, 0.75]

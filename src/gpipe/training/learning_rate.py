@@ -68,6 +68,9 @@ def build_schedule(
 
     Epochs become steps here; `warm_up_steps` overrides `warm_up_epochs`. The defaults are the paper's: x0.97 every 3
     epochs (paper, press summary of version 1).
+
+    Raises:
+        ValueError: the name is another, or a schedule cannot have these settings.
     """
     warm_up_steps = round(warm_up_epochs * steps_per_epoch) if warm_up_steps is None else warm_up_steps
     if name == "exponential":
@@ -77,7 +80,11 @@ def build_schedule(
         return cosine(base, num_steps=num_steps, warm_up_steps=warm_up_steps)
     if name == "inverse_square_root":
         return inverse_square_root(base, warm_up_steps=warm_up_steps)
-    return constant(base, warm_up_steps=warm_up_steps)
+    if name == "constant":
+        return constant(base, warm_up_steps=warm_up_steps)
+    raise ValueError(
+        f"the schedule is {name!r}, expected exponential, cosine, inverse_square_root or constant: correct its name."
+    )
 
 
 def _warm_up(step: int, warm_up_steps: int) -> float:
