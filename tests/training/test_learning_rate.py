@@ -94,7 +94,7 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the schedule is 'cosin', expected exponential, cosine, .*: correct its nam"):
+    with pytest.raises(ValueError, match=r"^the schedule is .cosin., expected exponential, cosine, .*: correct its"):
         build_schedule("cosin", 1.0, steps_per_epoch=10, num_steps=20)
 
 
