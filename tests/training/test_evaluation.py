@@ -119,9 +119,35 @@ def test_a_limit_leaves_the_chosen_mini_batches(max_batches: int, chosen: list[i
     assert evaluate(pipeline, loader, max_batches=max_batches) == evaluate(pipeline, same)
 
 
-def test_an_empty_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 mini-batches"):
-        evaluate(Pipeline(sentence_layers(), F.cross_entropy, [2], 2), Sentences(0))
+class OtherLength(Sentences):
+    """A loader whose length is not the number of its mini-batches."""
+
+    def __init__(self, num_batches: int, length: int) -> None:
+        super().__init__(num_batches)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        self.batch_numbers = range(self.num_batches)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(("num_batches", "length", "expected"), [(0, 0, 1), (0, 2, 2), (2, 3, 3), (3, 2, 2)])
+def test_a_set_without_mini_batches_or_with_another_number_than_it_says_is_refused(
+    num_batches: int, length: int, expected: int
+) -> None:
+    pipeline = Pipeline(sentence_layers(), F.cross_entropy, [2], 2)
+    said = f"^the evaluation set gave {num_batches} mini-batches, expected {expected}: check its split, and"
+    with pytest.raises(ValueError, match=said):
+        evaluate(pipeline, OtherLength(num_batches, length), metrics=TokenMetrics(["de", "fr"]))
+
+
+def test_a_set_without_targets_is_refused() -> None:
+    metrics = EvaluationMetrics()
+    with pytest.raises(ValueError, match=r"^the evaluation set gave 0 targets, expected 1 or more: check its data"):
+        metrics.compute(metrics.measure(torch.ones(2, 0, 9), torch.ones(2, 0).long()))
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_classes=st.integers(2, 12))

@@ -53,6 +53,8 @@ class EvaluationMetrics:
     def compute(self, sums: Tensor) -> dict[str, float]:
         """Return the mean loss, in nats, and the fractions top1 and, with 5 classes or more, top5."""
         num_targets, *totals = sums.tolist()
+        if not num_targets:
+            raise ValueError("the evaluation set gave 0 targets, expected 1 or more: check its data.")
         return {name: total / num_targets for name, total in zip(("loss", "top1", "top5"), totals, strict=False)}
 
 
@@ -204,7 +206,7 @@ def evaluate(
         max_batches: the most mini-batches to evaluate, chosen by `choose_batches`; None means all.
 
     Raises:
-        ValueError: the loader has no mini-batches.
+        ValueError: the loader yields no mini-batch, or not as many as chosen; or there is no target.
     """
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
@@ -217,9 +219,13 @@ def evaluate(
             sums.append(torch.stack(parts).sum(0))
     own = [one.tolist() for one in sums] if pipeline.is_last else None
     shares = [share for share in pipeline.job.gather_all(own) if share is not None]
-    rows = [shares[number % len(shares)][number // len(shares)] for number in range(len(chosen))]
-    if not rows:
-        raise ValueError("the evaluation set gave 0 mini-batches: check its split.")
+    num_given, num_expected = sum(map(len, shares)), max(1, len(chosen))
+    if num_given != num_expected:
+        raise ValueError(
+            f"the evaluation set gave {num_given} mini-batches, expected {num_expected}: check its split, and what its "
+            "loader yields."
+        )
+    rows = [shares[number % len(shares)][number // len(shares)] for number in range(num_given)]
     return metrics.compute(torch.tensor(rows, dtype=torch.float64).sum(0))
 
 
