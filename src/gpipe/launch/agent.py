@@ -7,10 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from inspect import signature
-from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +28,12 @@ _MAX_BYTES = 75  # of a folder for sockets: a path has at most 107, of which Pyt
 _IS_PRIVATE = sys.version_info >= (3, 11, 1)  # before, any user of a host could send it a pickle (CVE-2022-42919)
 
 
-@dataclass(frozen=True)
-class End:
-    """How the first process that ended too early ended.
-
-    Attributes:
-        rank: the rank of the process.
-        pid: its process id.
-        exitcode: its exit status; for a killed process, minus the signal's number.
-    """
-
-    rank: int
-    pid: int
-    exitcode: int
-
-    def __str__(self) -> str:
-        """Describe it in a sentence without a full stop."""
-        how = f"signal {-self.exitcode}" if self.exitcode < 0 else f"exit status {self.exitcode}"
-        cause = {0: "something in it exited before the training was over", 1: "its message, if any, is above"}
-        likely = cause.get(self.exitcode, "it was killed from outside, or ran out of memory")
-        return f"process {self.pid} (rank {self.rank}) ended with {how}: {likely}"
+def describe_end(failure: ProcessFailure) -> str:
+    """Describe how a process ended, in a sentence without a full stop."""
+    how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+    cause = {0: "something in it exited before the training was over", 1: "its message, if any, is above"}
+    likely = cause.get(failure.exitcode, "it was killed from outside, or ran out of memory")
+    return f"process {failure.pid} (rank {failure.local_rank}) ended with {how}: {likely}"
 
 
 class Agent(LocalElasticAgent):
@@ -88,10 +71,9 @@ class Agent(LocalElasticAgent):
         shutdown: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs)), start_method=start_method, **shutdown)
         self._error_file = error_file
-        self._children: list[BaseProcess] = []
-        self._first_end: tuple[End, float] | None = None
+        self._first_end: tuple[ProcessFailure, float] | None = None
 
-    def train(self) -> dict[int, Any] | End:
+    def train(self) -> dict[int, Any] | ProcessFailure:
         """Start the processes and wait for them.
 
         Returns:
@@ -100,18 +82,14 @@ class Agent(LocalElasticAgent):
         # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
         with stops.environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
             result = self.run()
-        if self._first_end is not None:
-            return self._first_end[0]
-        for rank, failure in result.failures.items():  # it ended between two polls
-            return End(rank, failure.pid, failure.exitcode)
-        return dict(result.return_values)
+        # They are torch's own if a process ended between two polls.
+        failures: list[ProcessFailure] = [*result.failures.values()]
+        return failures[0] if failures else dict(result.return_values)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._error_file.unlink(missing_ok=True)
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        by_pid = {child.pid: child for child in active_children()}
-        self._children = [by_pid[pids[local_rank]] for local_rank in sorted(pids)]
         self._first_end = None
+        pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -119,37 +97,34 @@ class Agent(LocalElasticAgent):
 
         A process that is done does not exit by itself: torch's agent tells it to when all are done.
         """
-        ended = [rank for rank, child in enumerate(self._children) if not child.is_alive()]
-        if not ended and self._first_end is None:
-            context = self._pcontext
-            assert isinstance(context, MultiprocessContext)
+        context = self._pcontext
+        assert isinstance(context, MultiprocessContext) and context._pc is not None
+        children = context._pc.processes
+        ended = [rank for rank, child in enumerate(children) if not child.is_alive()]
+        if not ended:
             if any(queue.empty() for queue in context._ret_vals.values()):
                 # If a process ended right now, torch's agent would end the others.
                 return RunResult(state=WorkerState.HEALTHY)
             result: RunResult = super()._monitor_workers(worker_group)
             return result
         if self._first_end is None:
-            first = max(ended, key=lambda rank: self._children[rank].exitcode != 1)
-            child = self._children[first]
-            assert child.pid is not None and child.exitcode is not None
-            self._first_end = End(first, child.pid, child.exitcode), time.monotonic()
+            first = max(ended, key=lambda rank: children[rank].exitcode != 1)
+            failure = ProcessFailure(first, children[first].pid, children[first].exitcode, error_file="")
+            self._first_end = failure, time.monotonic()
+        failure, since = self._first_end
         seconds = _EXIT_SECONDS if self._error_file.exists() else _REPORT_SECONDS
-        if len(ended) < len(self._children) and time.monotonic() - self._first_end[1] < seconds:
+        if len(ended) < len(children) and time.monotonic() - since < seconds:
             return RunResult(state=WorkerState.HEALTHY)
-        for child in self._children:
+        for child in children:
             child.kill()
-        for child in self._children:
+        for child in children:
             child.join()
-        end = self._first_end[0]
         if self._remaining_restarts > 0:
-            why = "" if end.exitcode == 1 else f"{end}; "
+            why = "" if failure.exitcode == 1 else f"{describe_end(failure)}; "
             allowed = worker_group.spec.max_restarts
             count = f"{allowed - self._remaining_restarts + 1} of launch.max_restarts={allowed}"
             print(f"warning: {why}all processes start again (restart {count}).", file=sys.stderr, flush=True)
-        return RunResult(
-            state=WorkerState.FAILED,
-            failures={end.rank: ProcessFailure(local_rank=end.rank, pid=end.pid, exitcode=end.exitcode, error_file="")},
-        )
+        return RunResult(state=WorkerState.FAILED, failures={failure.local_rank: failure})
 
 
 @contextmanager

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gpipe._compat.torch_launch import default_store
 from gpipe.launch import BEGAN, garbage_collection, stops
-from gpipe.launch.agent import Agent, End, choose_start_method
+from gpipe.launch.agent import Agent, choose_start_method, describe_end
 from gpipe.launch.devices import count_threads, is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, forget_errors, report_errors
 from gpipe.launch.rendezvous import choose_interface, join_store
@@ -202,9 +203,9 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
             stops.listen().forward_to(None)
         # If nothing can be written to the run's folder, the processes leave a mark among the temporary files.
         is_told = error_file.exists() or any(Path(logs).rglob(ERROR_FILE))
-    if isinstance(end, End):
+    if isinstance(end, ProcessFailure):
         if end.exitcode != 1 or not is_told:
-            print(f"error: {end}.", file=sys.stderr)
+            print(f"error: {describe_end(end)}.", file=sys.stderr)
         raise SystemExit(1)
     if stops.STOPPED in end.values():
         raise SystemExit(stops.STOPPED)
