@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe.launch import agent, devices, processes
+from gpipe.launch import agent, devices, rendezvous
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_running, note_place, pids, two
 from tests.support.program_server import TORCHRUN, run_program
@@ -207,7 +207,7 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_while_it_star
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TimeoutError, match=message):
-        processes._meet(0.5, time.monotonic())
+        rendezvous.join_store(0.5)
 
 
 @pytest.mark.parametrize("what", ["a value", "a connection"])

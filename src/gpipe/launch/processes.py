@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gpipe._compat.torch_launch import default_store
@@ -36,8 +36,6 @@ from gpipe.launch.scratch import scratch_folder
 # A process waits for the others for the time-out, or for this many times its own start-up time, whichever is longer:
 # processes start at different speeds, above all on a slow machine.
 _START_FACTOR = 2.0
-# The first process times out before the others, because it knows which processes are missing.
-_FIRST_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,7 @@ def _join(processes: Processes, began: float) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    store, rank, size = _meet(processes.timeout_seconds, began)
+    store, rank, size = join_store(_compute_patience(processes.timeout_seconds, began))
     timeout = timedelta(seconds=_compute_patience(processes.timeout_seconds, began))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -276,19 +274,6 @@ def _join(processes: Processes, began: float) -> Place:
 def _compute_patience(timeout_seconds: float, began: float) -> float:
     """Return the seconds that a process that began at `began` waits for the others while all start."""
     return max(timeout_seconds, _START_FACTOR * (time.monotonic() - began))
-
-
-def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
-    """Wait for all processes; return the store that they share, this process's rank, and their number."""
-    seconds = _compute_patience(timeout_seconds, began)
-    is_first = os.environ["RANK"] == "0"
-    try:
-        return join_store(timedelta(seconds=seconds if is_first else _FIRST_FACTOR * seconds))
-    except dist.DistStoreError:
-        raise TimeoutError(
-            f"process 0 did not join within {_FIRST_FACTOR * seconds:.1f} s: find out what delays it, or raise "
-            "pipeline.timeout_seconds."
-        ) from None
 
 
 def _make_single_place(processes: Processes) -> Place:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -36,20 +36,29 @@ from gpipe.launch.store import LOOPBACK, TIMEOUT, serve_store
 SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
 _MIN_LENGTH = 16  # characters
 _POLL_SECONDS = 0.02
+_OTHERS_FACTOR = 1.2  # the first process times out before the others, because it knows which processes are missing
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
-def join_store(timeout: timedelta) -> tuple[Store, int, int]:
+def join_store(seconds: float) -> tuple[Store, int, int]:
     """Join the store of this process's job, which torchrun's variables describe; return its rank and their number too.
 
     Raises:
-        DistStoreError: the first process did not join in time.
-        TimeoutError: this is the first process, and another one did not join in time.
+        TimeoutError: another process did not join within `seconds`, or a little more if this is not the first one.
     """
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return share_fresh_part(store, rank, size, timeout), rank, size
+    if os.environ["RANK"] != "0":
+        seconds *= _OTHERS_FACTOR
+    timeout = timedelta(seconds=seconds)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        return share_fresh_part(store, rank, size, timeout), rank, size
+    except DistStoreError:
+        raise TimeoutError(
+            f"process 0 did not join within {seconds:.1f} s: find out what delays it, or raise "
+            "pipeline.timeout_seconds."
+        ) from None
 
 
 def share_fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
