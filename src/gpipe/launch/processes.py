@@ -12,8 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -187,7 +186,6 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
     with (
         tempfile.TemporaryDirectory(dir=scratch_folder()) as logs,
         choose_start_method(processes.modules) as method,
-        _silence_agent(),
     ):
         note = Path(logs) / "stop"
         stops.listen().forward_to(note)
@@ -195,9 +193,12 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         agent = Agent(
             _work, everything, processes.num_processes, processes.max_restarts, Path(logs), error_file, method
         )
+        logged = logging.root.manager.disable
+        logging.disable()  # the agent repeats a process's error several times
         try:
             end = agent.train()
         finally:
+            logging.disable(logged)
             stops.listen().forward_to(None)
         # If nothing can be written to the run's folder, the processes leave a mark among the temporary files.
         is_told = error_file.exists() or any(Path(logs).rglob(ERROR_FILE))
@@ -308,14 +309,3 @@ def _exit_now(end: SystemExit) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else 1)
-
-
-@contextmanager
-def _silence_agent() -> Iterator[None]:
-    """Log nothing while the body runs: the agent repeats a worker's error several times."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(before)
