@@ -50,13 +50,8 @@ class Content:
 
     @property
     def tensors(self) -> Kinds:
-        """The tensors of the model and of the optimiser's state."""
+        """The tensors of the model and of the optimiser; every replica asks for them, even if it saves nothing."""
         return self.model if self.optimizer is None else {**self.model, "optimizer": self.optimizer.read()}
-
-    def share(self) -> None:
-        """Take part in reading `tensors` on a replica that does not save."""
-        if self.optimizer is not None:
-            self.optimizer.read()
 
     def describe(self, num_layers: int) -> dict[str, Any]:
         """Return the fields of the manifest that all processes know, as JSON."""

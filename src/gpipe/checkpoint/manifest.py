@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
 
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.format import DTYPES, TensorSpec, check_header, open_regular, parse_layer, shorten
+from gpipe.checkpoint.format import DTYPES, TensorSpec, check_header, open_regular, parse_layer, read_specs, shorten
 from gpipe.durable_files import write_flushed
 
 MANIFEST = "manifest.json"
@@ -169,20 +169,19 @@ class Manifest(_Closed):
         return {name: entry for name, entry in entries if entry.file == file}
 
 
-def write_manifest(folder: Path, fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> None:
+def write_manifest(folder: Path, fields: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint, sorted, so that equal checkpoints have equal manifests.
 
-    It has the fields that every process knows, and the parts that each wrote, {"files": ..., "tensors": ...}, as JSON.
+    It has the fields that every process knows, and the files, as JSON; their headers say which tensors they have.
 
     Raises:
         CheckpointError: the manifest cannot be written as JSON, or could not be read again.
     """
-    files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        files.update(part["files"])
-        for kind, entries in part["tensors"].items():
-            tensors.setdefault(kind, {}).update(entries)
+    for file in files:
+        own = tensors.setdefault(file.rpartition("-")[0], {})
+        for name, spec in read_specs(folder / file).items():
+            own[name] = {"file": file, "dtype": spec.dtype, "shape": spec.shape}
     content = {"format_version": _FORMAT_VERSION, **fields, "files": files, "tensors": tensors}
     try:
         text = json.dumps(seal(content), indent=1, sort_keys=True, allow_nan=False)

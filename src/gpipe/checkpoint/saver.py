@@ -13,7 +13,7 @@ from gpipe.checkpoint.errors import CheckpointError, raise_first, run_on_all
 from gpipe.checkpoint.folder import clean, name_step, publish
 from gpipe.checkpoint.format import TensorSpec
 from gpipe.checkpoint.manifest import write_manifest
-from gpipe.checkpoint.writer import Snapshot, Writer, take_part, write_part
+from gpipe.checkpoint.writer import Snapshot, Writer, take_parts, write_part
 from gpipe.own_folder import OwnFolder
 from gpipe.pipeline.engine import Pipeline
 
@@ -39,7 +39,6 @@ class Saver:
         self._folder, self._pipeline, self._keep = folder, pipeline, keep
         self._snapshot = Snapshot(pipeline.partitions)
         self._writer: Writer | None = None
-        self._partial: Path | None = None
         self._num_saves = 0
         self._own: OwnFolder | None = None
         self._token = ""
@@ -70,18 +69,37 @@ class Saver:
         """
         with self._pipeline.job.activity.doing("rehearsing a save"):
             self._open()
+            kinds = content.tensors
             if self._writes:
-                self._rehearse(content)
-            else:
-                content.share()
+                self._rehearse(content, kinds)
 
-    def _rehearse(self, content: Content) -> None:
+    def _rehearse(self, content: Content, kinds: Kinds) -> None:
         partial = self._name_partial(content)
+
+        def write_own_part() -> int:
+            """Write a part without tensors into a folder that all processes see; return the tensors' bytes."""
+            specs = [TensorSpec.of(name, tensor) for tensors in kinds.values() for name, tensor in tensors.items()]
+            write_part(partial, self._process, {})
+            return sum(spec.num_bytes for spec in specs)
+
+        def write_all(num_bytes: int) -> None:
+            """Write a manifest, rename its folder and delete it; `num_bytes` of tensors must fit onto the disk."""
+            files = take_parts(partial, self._processes)
+            write_manifest(partial, content.describe(self._pipeline.num_layers), files)
+            disk = shutil.disk_usage(self._folder)
+            if disk.total > 0 and disk.free < num_bytes:  # some network disks do not report their size
+                raise CheckpointError(
+                    f"{self._folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: "
+                    "make room on that disk, or set trainer.checkpoints.keep=null, which saves nothing."
+                )
+            renamed = partial.with_suffix(".deleted")
+            partial.rename(renamed)
+            shutil.rmtree(renamed)
+
         try:
             self._lead(partial.mkdir)
-            num_bytes = run_on_all(self._pipeline, lambda: self._rehearse_part(partial, content.tensors))
-            total = sum(self._pipeline.job.gather(num_bytes))
-            self._lead(lambda: self._rehearse_manifest(partial, content, total))
+            num_bytes = sum(self._pipeline.job.gather(run_on_all(self._pipeline, write_own_part)))
+            self._lead(lambda: write_all(num_bytes))
         finally:
             if self._leads:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -103,23 +121,21 @@ class Saver:
         path = self._folder / name_step(self.saved_step)
         with self._pipeline.job.activity.doing(f"saving after step {self.saved_step}"):
             self._open()
+            kinds = content.tensors
             if self._writes:
-                self._save(content, path, is_best=is_best)
-            else:
-                content.share()
+                self._save(content, kinds, path, is_best=is_best)
         return path
 
-    def _save(self, content: Content, path: Path, *, is_best: bool) -> None:
+    def _save(self, content: Content, kinds: Kinds, path: Path, *, is_best: bool) -> None:
         self.wait()
         self._num_saves += 1
-        self._partial = partial = self._name_partial(content)
+        partial = self._name_partial(content)
         self._lead(lambda: self._begin(partial))
-        kinds = content.tensors
         self._snapshot.take({**kinds, "weights": self._clone_buffers(kinds["weights"])})
         fields = content.describe(self._pipeline.num_layers)
 
-        def finish(parts: Sequence[Mapping[str, Any]]) -> None:
-            write_manifest(partial, fields, parts)
+        def finish(files: Mapping[str, Any]) -> None:
+            write_manifest(partial, fields, files)
             publish(partial, path, keep=self._keep, is_best=is_best)
 
         self._writer = Writer(
@@ -192,26 +208,6 @@ class Saver:
         """Return the folder that the save under way writes to; `clean` knows this form of name."""
         return self._folder / f".{name_step(content.position.step)}.partial-{self._token}-{self._num_saves}"
 
-    def _rehearse_part(self, partial: Path, kinds: Kinds) -> int:
-        """Write a part without tensors into a folder that all processes see; return the tensors' bytes."""
-        specs = [TensorSpec.of(name, tensor) for tensors in kinds.values() for name, tensor in tensors.items()]
-        write_part(partial, self._process, {"files": {}, "tensors": {}})
-        return sum(spec.num_bytes for spec in specs)
-
-    def _rehearse_manifest(self, partial: Path, content: Content, num_bytes: int) -> None:
-        """Write a manifest, rename its folder and delete it; `num_bytes` of tensors must fit onto the disk."""
-        parts = [take_part(partial, process) for process in self._processes]
-        write_manifest(partial, content.describe(self._pipeline.num_layers), parts)
-        disk = shutil.disk_usage(self._folder)
-        if disk.total > 0 and disk.free < num_bytes:  # some network disks do not report their size
-            raise CheckpointError(
-                f"{self._folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: make "
-                "room on that disk, or set trainer.checkpoints.keep=null, which saves nothing."
-            )
-        renamed = partial.with_suffix(".deleted")
-        partial.rename(renamed)
-        shutil.rmtree(renamed)
-
     def _clone_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, with copies of the buffers among them."""
         parameters = dict(self._pipeline.layers.named_parameters(prefix="layers", remove_duplicate=False))
@@ -219,10 +215,10 @@ class Saver:
 
     def _give_up(self) -> None:
         """Stop writing; when all processes have stopped, delete what was written, because the disk may be full."""
-        if self._writer is None or self._partial is None:
+        if (writer := self._writer) is None:
             return
-        self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
+        writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
         self._writer = None
         self._pipeline.job.gather(None)
         if self._leads:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            shutil.rmtree(writer.partial, ignore_errors=True)

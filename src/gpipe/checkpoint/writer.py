@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -65,15 +65,8 @@ class Snapshot:
             stream.synchronize()
 
     def write(self, folder: Path, go_on: Callable[[], bool]) -> dict[str, Any]:
-        """Write the files and flush them; return this process's part of the manifest, as JSON."""
-        files: dict[str, Any] = {}
-        tensors: dict[str, dict[str, Any]] = {}
-        for file, image in self._images.items():
-            files[file] = image.write(folder / file, go_on)
-            own = tensors.setdefault(file.rpartition("-")[0], {})
-            for name, spec in image.specs.items():
-                own[name] = {"file": file, "dtype": spec.dtype, "shape": spec.shape}
-        return {"files": files, "tensors": tensors}
+        """Write the files and flush them; return their entries in the manifest, as JSON."""
+        return {file: image.write(folder / file, go_on) for file, image in self._images.items()}
 
     def _split(self, kinds: Kinds) -> Mapping[str, dict[str, Tensor]]:
         """Group the tensors by file."""
@@ -91,7 +84,7 @@ class Writer:
     Args:
         snapshot: taken, and not copied yet; another may be taken when this one is written.
         partial: the folder to write into, which exists.
-        publish: called on the leading process with the parts of all `processes`, as JSON; None on the others.
+        publish: called on the leading process with the files of all `processes`, as JSON; None on the others.
     """
 
     def __init__(
@@ -100,10 +93,11 @@ class Writer:
         partial: Path,
         process: int,
         pipeline: Pipeline,
-        publish: Callable[[list[dict[str, Any]]], None] | None,
+        publish: Callable[[dict[str, Any]], None] | None,
         processes: Sequence[int],
     ) -> None:
-        self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
+        self.partial = partial
+        self._snapshot, self._process, self._pipeline = snapshot, process, pipeline
         self._publish, self._processes = publish, processes
         self._place, self._doing = pipeline.job.place, f"saving after step {pipeline.step}"
         self._last_sign = time.monotonic()
@@ -154,35 +148,33 @@ class Writer:
             self._snapshot.copy()
         finally:
             self._copied.set()
-        write_part(self._partial, self._process, self._snapshot.write(self._partial, self._go_on))
+        write_part(self.partial, self._process, self._snapshot.write(self.partial, self._go_on))
         if self._publish is not None:
             for process in self._processes:
-                while not _name_part(self._partial, process).exists():
-                    self._pause()
-            self._publish([take_part(self._partial, process) for process in self._processes])
+                while not _name_part(self.partial, process).exists():
+                    if not self._go_on(_POLL_SECONDS):
+                        raise CheckpointError(f"{self.partial} is no longer needed")
+            self._publish(take_parts(self.partial, self._processes))
 
-    def _go_on(self) -> bool:
+    def _go_on(self, seconds: float = 0.0) -> bool:
+        """Note that the disk answers, and return whether the checkpoint is needed `seconds` later."""
         self._last_sign = time.monotonic()
-        return not self._given_up.is_set()
-
-    def _pause(self) -> None:
-        """Wait a moment, while the checkpoint is needed."""
-        self._last_sign = time.monotonic()
-        if self._given_up.wait(_POLL_SECONDS):
-            raise CheckpointError(f"{self._partial} is no longer needed")
+        return not self._given_up.wait(seconds)
 
 
-def write_part(partial: Path, process: int, part: Mapping[str, Any]) -> None:
-    """Write a process's part of the manifest: what it has written."""
-    write_flushed(_name_part(partial, process), json.dumps(part))
+def write_part(partial: Path, process: int, files: Mapping[str, Any]) -> None:
+    """Write a process's part of the manifest: the files that it has written."""
+    write_flushed(_name_part(partial, process), json.dumps(files))
 
 
-def take_part(partial: Path, process: int) -> dict[str, Any]:
-    """Read a process's part of the manifest, and delete its file."""
-    path = _name_part(partial, process)
-    part: dict[str, Any] = json.loads(path.read_bytes())
-    path.unlink()
-    return part
+def take_parts(partial: Path, processes: Iterable[int]) -> dict[str, Any]:
+    """Return the files of all parts of the manifest, and delete the parts."""
+    files: dict[str, Any] = {}
+    for process in processes:
+        path = _name_part(partial, process)
+        files |= json.loads(path.read_bytes())
+        path.unlink()
+    return files
 
 
 def _name_part(partial: Path, process: int) -> Path:
