@@ -5,8 +5,8 @@ finds a fault, CheckpointError is raised on all of them, and nothing has changed
 """
 
 import shutil
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: Opt
     Raises:
         CheckpointError: on all processes; the checkpoint is damaged, or is of another model or optimiser.
     """
-    source = run_on_all(pipeline, lambda: _Source(path))
+    source = run_on_all(pipeline, lambda: _open(path))
     source.refuse_num_layers(pipeline.num_layers)
     if "ema" in model and "ema" not in source.manifest.tensors:
         raise CheckpointError(f"{path} has no moving averages, but this run keeps them: set ema.decay=null.")
@@ -82,11 +82,8 @@ def load_weights(
 
     def open_source() -> _Source:
         if path.is_file():
-            return _ExportedFile(path, settings, model_names or {}, pipeline.num_layers)
-        saved_names = _read_model_names(Manifest.read(path))
-        if model_names is None or saved_names is None:
-            return _Source(path, settings)
-        return _OtherCut(path, settings, model_names, saved_names, pipeline.num_layers)
+            return _open_file(path, settings or {}, model_names or {}, pipeline.num_layers)
+        return _recut(_open(path, settings), model_names, pipeline.num_layers)
 
     source = run_on_all(pipeline, open_source)
     source.refuse_num_layers(pipeline.num_layers)
@@ -112,7 +109,7 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
     Raises:
         CheckpointError: the checkpoint is damaged, or is of other layers; the layers are unchanged.
     """
-    source = _Source(path)
+    source = _open(path)
     source.refuse_num_layers(len(layers))
     kind, own = source.choose_kind(averages=averages), layers.state_dict(prefix="layers.")
     if found := source.compare(kind, own, range(len(layers))):
@@ -126,7 +123,7 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
             materialize(module, index, 0, torch.device("cpu"))
     # Assigned, not copied, so that the unneeded initial weights are never drawn. Cloned, because tensors in a mapped
     # file may have any address, and some kernels choose their order of summation by it.
-    layers.load_state_dict({name: tensor.clone() for name, tensor in _rename(read).items()}, assign=True)
+    layers.load_state_dict({name.removeprefix("layers."): read[name].clone() for name in read}, assign=True)
     return source.manifest
 
 
@@ -150,22 +147,22 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     """
     if output.exists():
         raise FileExistsError(f"{output} exists: remove it, or name another file with --output.")
-    source = _Source(path)
+    source = _open(path)
     kind = source.choose_kind(averages=averages)
-    entries = source.manifest.tensors.get(kind, {})
+    entries, names = source.manifest.tensors.get(kind, {}), _choose_exported_names(source.manifest, kind)
     if not entries:
         raise CheckpointError(f"{path} has no {kind}: choose another.")
-    rename = _model_renaming(source.manifest)
+    is_traced = _read_model_names(source.manifest) is not None
     beside = path.parent.parent / _MODEL_FILE
-    copied = output.parent / _MODEL_FILE if beside.is_file() and rename is not _rename else None
+    copied = output.parent / _MODEL_FILE if beside.is_file() and is_traced else None
     if copied is not None and copied.exists() and copied.read_bytes() != beside.read_bytes():
         raise FileExistsError(f"{copied} exists, and is another model's: name a file in another folder with --output.")
-    others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
-    if rename is not _rename:
-        others["format"] = "pt"  # transformers reads no file without it
-    image = FileImage(rename(entries), metadata=others)  # with hashes, such as the tokenizer's: `init_from` checks them
-    for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
-        image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
+    # With hashes, such as the tokenizer's: `init_from` checks them.
+    hashes = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
+    image = FileImage({exported: entries[name] for name, exported in names.items()}, metadata=hashes)
+    for file in sorted({entries[name].file for name in names}):  # one at a time: a model may be large
+        read = source.read({kind: [name for name in names if entries[name].file == file]})[kind]
+        image.copy({names[name]: tensor for name, tensor in read.items()})
     output.parent.mkdir(parents=True, exist_ok=True)
     image.write(output)
     if copied is not None:
@@ -181,12 +178,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         CheckpointError: it is damaged.
     """
     if path.is_file():
-        return {name: tuple(spec.shape) for name, spec in read_specs(path).items()}
+        return {name: spec.shape for name, spec in read_specs(path).items()}
     manifest = Manifest.read(path)
-    return {
-        name: tuple(entry.shape)
-        for name, entry in _model_renaming(manifest)(manifest.tensors.get("weights", {})).items()
-    }
+    names = _choose_exported_names(manifest, "weights")
+    return {exported: manifest.tensors["weights"][name].shape for name, exported in names.items()}
 
 
 def find_damage(path: Path) -> list[str]:
@@ -204,17 +199,23 @@ def find_damage(path: Path) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
 class _Source:
-    """A checkpoint to read; its methods raise CheckpointError.
+    """Tensors to read, under the names that they have in this model; its methods raise CheckpointError.
 
-    Args:
-        path: its folder.
+    Attributes:
+        path: a checkpoint's folder, or a file of weights.
+        manifest: what there is, under the names here.
         settings: this model's settings, as JSON, for messages.
+        names: names in the files, by names here, where the two may differ.
+        saved: what verifies the files; None for a file of weights, whose header safetensors compares with its size.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
-        self._path, self._settings = path, settings or {}
-        self.manifest = Manifest.read(path)
+    path: Path
+    manifest: Manifest
+    settings: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    saved: Manifest | None = None
 
     def choose_kind(self, *, averages: bool = True) -> str:
         """Return "ema" if averages are wanted and present, else "weights"."""
@@ -228,17 +229,18 @@ class _Source:
                 files.setdefault(self.manifest.tensors[kind][name].file, []).append((kind, name))
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
         for file, items in files.items():
-            self.manifest.check_file(self._path, file)
-            with safe_open(self._path / file, framework="pt", device="cpu") as reader:
+            if self.saved is not None:
+                self.saved.check_file(self.path, file)
+            with safe_open(self.path.parent / file if self.saved is None else self.path / file, "pt") as reader:
                 for kind, name in items:
-                    tensors[kind][name] = reader.get_tensor(name)
+                    tensors[kind][name] = reader.get_tensor(self.names.get(name, name))
         return tensors
 
     def refuse_num_layers(self, num_layers: int) -> None:
         """Refuse a model with another number of layers."""
         if self.manifest.num_layers != num_layers:
             raise CheckpointError(
-                f"{self._path} is of a model with {self.manifest.num_layers} layers, but this one has {num_layers}"
+                f"{self.path} is of a model with {self.manifest.num_layers} layers, but this one has {num_layers}"
                 f"{self._compare_settings()}: {_BUILD_THAT}"
             )
 
@@ -271,7 +273,7 @@ class _Source:
         more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
         subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
         return CheckpointError(
-            f"{self._path} does not fit this model in its {kind}: {subject} ({examples}{more})"
+            f"{self.path} does not fit this model in its {kind}: {subject} ({examples}{more})"
             f"{self._compare_settings()}: {_BUILD_THAT}"
         )
 
@@ -279,7 +281,7 @@ class _Source:
         """Refuse the state of another optimiser, or `keys` of parameters that this one does not train."""
         if self.manifest.optimizer != optimizer.name:
             raise CheckpointError(
-                f"{self._path} has the state of {self.manifest.optimizer or 'no optimiser'}, but this run uses "
+                f"{self.path} has the state of {self.manifest.optimizer or 'no optimiser'}, but this run uses "
                 f"{optimizer.name}: use that optimiser, or load the weights alone."
             )
         parameters = optimizer.parameters
@@ -287,7 +289,7 @@ class _Source:
         if unexpected := [key for key in keys if parse_parameter(key) not in parameters]:
             more = f" and {len(unexpected) - _NUM_NAMED} more" if len(unexpected) > _NUM_NAMED else ""
             raise CheckpointError(
-                f"{self._path} has optimiser state {', '.join(unexpected[:_NUM_NAMED])}{more}, which this run does not "
+                f"{self.path} has optimiser state {', '.join(unexpected[:_NUM_NAMED])}{more}, which this run does not "
                 "train: train the same parameters, or load the weights alone."
             )
         for key in keys:
@@ -297,7 +299,7 @@ class _Source:
                 len(slot) != len(shape) or any(a not in (1, b) for a, b in zip(slot, shape, strict=True))
             ):
                 raise CheckpointError(
-                    f"{self._path} has {key} of shape {list(slot)}, but the parameter's is {list(shape)}: "
+                    f"{self.path} has {key} of shape {list(slot)}, but the parameter's is {list(shape)}: "
                     "build the model that it was saved with."
                 )
 
@@ -320,7 +322,7 @@ class _Source:
                 for name in others:
                     if values.get(name) != values.get(first):
                         raise CheckpointError(
-                            f"{self._path} has different values for {first} and {name} in its {kind}, which are one "
+                            f"{self.path} has different values for {first} and {name} in its {kind}, which are one "
                             f"parameter of this model: {_BUILD_THAT}"
                         )
 
@@ -329,70 +331,53 @@ class _Source:
         saved = self.manifest.config.get("model", {})
         found = [
             f"model.{key} is {saved[key]} there, {value} here"
-            for key, value in self._settings.items()
+            for key, value in self.settings.items()
             if key in saved and saved[key] != value
         ]
         return f"; {', '.join(found)}" if found else ""
 
 
-class _ExportedFile(_Source):
-    """A file that `export` wrote, or that has the model's own names, read like a checkpoint."""
+def _open(path: Path, settings: Mapping[str, Any] | None = None) -> _Source:
+    manifest = Manifest.read(path)
+    return _Source(path, manifest, settings or {}, saved=manifest)
 
-    def __init__(
-        self, path: Path, settings: Mapping[str, Any] | None, model_names: Mapping[str, str], num_layers: int
-    ) -> None:
-        self._path, self._settings = path, settings or {}
-        found = read_specs(path)
-        # Names in the file, by names here.
-        self._names = {f"layers.{own}": name for own, name in model_names.items() if name in found}
-        if model_names and not self._names:
+
+def _open_file(path: Path, settings: Mapping[str, Any], model_names: Mapping[str, str], num_layers: int) -> _Source:
+    """Open a file that `export` wrote, or that has the model's own names."""
+    found = read_specs(path)
+    if model_names:
+        names = {f"layers.{own}": name for own, name in model_names.items() if name in found}
+        if not names:
             raise CheckpointError(
                 f"{path} has {next(iter(found), 'nothing')}, but the model calls its tensors "
                 f"{', '.join(list(model_names.values())[:2])} and so on: name a file with the weights of this model."
             )
-        if not model_names:
-            if (foreign := next((name for name in found if not name.partition(".")[0].isdecimal()), None)) is not None:
-                raise CheckpointError(
-                    f"{path} has the tensor {foreign}, which is not named like a layer's: it is of another model; "
-                    "name a file that was exported from a model like this one."
-                )
-            self._names = {f"layers.{name}": name for name in found}
-        specs = {own: found[name] for own, name in self._names.items()}
-        num_layers = max([num_layers, *(1 + parse_layer(name) for name in specs)])  # the last may have no tensors
-        entries = {name: TensorEntry(spec.dtype, spec.shape, path.name) for name, spec in specs.items()}
-        self.manifest = Manifest(Position(0, 0, 0, 0), num_layers, None, {}, {}, {}, {"weights": entries})
-
-    def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-        """Read the tensors called `names`, by kind, to the CPU; safetensors has compared the header with the size."""
-        with safe_open(self._path, framework="pt", device="cpu") as reader:
-            return {kind: {name: reader.get_tensor(self._names[name]) for name in own} for kind, own in names.items()}
+    else:
+        if (foreign := next((name for name in found if not name.partition(".")[0].isdecimal()), None)) is not None:
+            raise CheckpointError(
+                f"{path} has the tensor {foreign}, which is not named like a layer's: it is of another model; "
+                "name a file that was exported from a model like this one."
+            )
+        names = {f"layers.{name}": name for name in found}
+    num_layers = max([num_layers, *(1 + parse_layer(name) for name in names)])  # the last may have no tensors
+    entries = {own: TensorEntry(found[name].dtype, found[name].shape, path.name) for own, name in names.items()}
+    return _Source(
+        path, Manifest(Position(0, 0, 0, 0), num_layers, None, {}, {}, {}, {"weights": entries}), settings, names
+    )
 
 
-class _OtherCut(_Source):
-    """A checkpoint of a traced model, which may be cut elsewhere for images of another size."""
-
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any] | None,
-        model_names: Mapping[str, str],
-        saved_names: Mapping[str, str],
-        num_layers: int,
-    ) -> None:
-        self._path, self._settings, self._saved = path, settings or {}, _Source(path, settings)
-        places = {name: place for place, name in saved_names.items()}
-        # Names in the checkpoint, by names here.
-        self._names = {f"layers.{own}": f"layers.{places[name]}" for own, name in model_names.items() if name in places}
-        tensors = {
-            kind: {own: entries[saved] for own, saved in self._names.items() if saved in entries}
-            for kind, entries in self._saved.manifest.tensors.items()
-        }
-        self.manifest = replace(self._saved.manifest, num_layers=num_layers, tensors=tensors)
-
-    def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-        """Read the tensors called `names`, by kind, to the CPU."""
-        found = self._saved.read({kind: [self._names[name] for name in own] for kind, own in names.items()})
-        return {kind: {name: found[kind][self._names[name]] for name in own} for kind, own in names.items()}
+def _recut(source: _Source, model_names: Mapping[str, str] | None, num_layers: int) -> _Source:
+    """Rename the tensors of a traced model, which may be cut elsewhere for images of another size."""
+    saved_names = _read_model_names(source.manifest)
+    if model_names is None or saved_names is None:
+        return source
+    places = {name: place for place, name in saved_names.items()}
+    names = {f"layers.{own}": f"layers.{places[name]}" for own, name in model_names.items() if name in places}
+    tensors = {
+        kind: {own: entries[saved] for own, saved in names.items() if saved in entries}
+        for kind, entries in source.manifest.tensors.items()
+    }
+    return replace(source, manifest=replace(source.manifest, num_layers=num_layers, tensors=tensors), names=names)
 
 
 def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:
@@ -406,20 +391,14 @@ def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> No
             )
 
 
-def _rename(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Give tensors the names that they have in the plain nn.Sequential: `<layer>.<name>`."""
-    return {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}
+def _choose_exported_names(manifest: Manifest, kind: str) -> dict[str, str]:
+    """Return the tensors' names in the traced model or, for other models, in the plain nn.Sequential.
 
-
-def _model_renaming(manifest: Manifest) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that gives tensors their names in the traced model or, for other models, in the nn.Sequential.
-
-    Of a tensor that several layers have, one copy is kept.
+    A tensor that several layers have is one in a traced model.
     """
+    exported = {name: name.removeprefix("layers.") for name in manifest.tensors.get(kind, {})}
     names = _read_model_names(manifest)
-    if names is None:
-        return _rename
-    return lambda tensors: {names[own]: tensor for own, tensor in _rename(tensors).items() if own in names}
+    return exported if names is None else {name: names[own] for name, own in exported.items() if own in names}
 
 
 def _read_model_names(manifest: Manifest) -> dict[str, str] | None:
