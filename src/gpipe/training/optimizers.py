@@ -1,6 +1,6 @@
 """Optimisers whose state is keyed by parameter names, so that it saves and loads with any partitioning."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +91,11 @@ def build_optimizer(
 
 def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the parameters of an optimiser that was built from (name, parameter) pairs, by name."""
-    parameters: dict[str, Tensor] = {}
+    return {name: parameter for name, parameter, _ in _list_parameters(optimizer)}
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """Yield the name, the parameter and its group."""
     for group in optimizer.param_groups:
         names = group.get("param_names", [])
         if len(names) != len(group["params"]):
@@ -99,8 +103,8 @@ def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 f"this {type(optimizer).__name__} does not know its parameters' names: "
                 "build it from (name, parameter) pairs such as pipeline.named_parameters()."
             )
-        parameters.update(zip(names, group["params"], strict=True))
-    return parameters
+        for name, parameter in zip(names, group["params"], strict=True):
+            yield name, parameter, group
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -111,10 +115,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     gradient has no state and does not appear.
     """
     state: dict[str, Tensor] = {}
-    groups = _groups_by_parameter(optimizer)
-    for name, parameter in named_parameters_of(optimizer).items():
+    for name, parameter, group in _list_parameters(optimizer):
         if own := optimizer.state.get(parameter, {}):
-            group = groups[parameter]
             counted = {_OF_GROUP + key: group[key] for key in _find_counters(optimizer, group)}
             for slot, value in {**own, **counted}.items():
                 if isinstance(value, Tensor):
@@ -126,10 +128,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 _NUMBER, _OF_GROUP = "number.", "group."
-
-
-def _groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
-    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _find_counters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
@@ -147,20 +145,18 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, T
     Raises:
         KeyError: the optimiser lacks a parameter.
     """
-    parameters, groups = named_parameters_of(optimizer), _groups_by_parameter(optimizer)
-    fused = {parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]}
+    places = {name: (parameter, group) for name, parameter, group in _list_parameters(optimizer)}
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for key in _find_counters(optimizer, group):
             del group[key]
     for key, value in state.items():
         name, slot = key.rsplit("/", 1)
-        parameter = parameters[name]
-        device = parameter.device if value.ndim > 0 or parameter in fused else torch.device("cpu")
+        parameter, group = places[name]
+        device = parameter.device if value.ndim > 0 or group.get("fused") else torch.device("cpu")
         is_number = slot.startswith(_NUMBER)
         slot = slot.removeprefix(_NUMBER)
-        is_of_group = slot.startswith(_OF_GROUP)
-        place = groups[parameter] if is_of_group else optimizer.state[parameter]
+        place = group if slot.startswith(_OF_GROUP) else optimizer.state[parameter]
         place[slot.removeprefix(_OF_GROUP)] = value.item() if is_number else value.to(device, copy=True)
 
 
