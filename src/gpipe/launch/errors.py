@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gpipe.environment_secrets import redact
 
@@ -41,6 +40,14 @@ _SENTENCES = {
     r"In '([^']*)': Could not load '([^'/]*)'":
         "{0}.yaml inherits from {1}, which this program does not have: correct its defaults list, or leave out what "
         "chose it, such as --config-name.",
+}  # fmt: skip
+# Those of the system about a file: its name, and the system's own words.
+_FILE_SENTENCES = {
+    (errno.EACCES, errno.EPERM, errno.EROFS):
+        "no access to {} ({}): change its permissions, or start where you may write.",
+    (errno.EEXIST, errno.ENOTDIR, errno.ENOENT): "{} cannot be made or opened ({}): name another file or folder.",
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        "{} cannot be written ({}): make room there, or raise the limit, and start the same command again.",
 }  # fmt: skip
 
 
@@ -75,11 +82,6 @@ def report_hydra_errors() -> Iterator[None]:
 
     with surround_runs(report_errors):
         yield
-
-
-def forget_errors(folder: Path) -> None:
-    """Remove the error file of an earlier try, which would silence the errors of this one."""
-    (folder / ERROR_FILE).unlink(missing_ok=True)
 
 
 def _report(error: Exception, folder: Path | None, full: bool) -> None:
@@ -189,8 +191,10 @@ def _explain_override(error: Exception, message: str) -> str | None:
     if unknown := _UNKNOWN.match(message):
         if "No match in the defaults list" in message:
             return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
+        from omegaconf import OmegaConf
+
         node, name = getattr(error.__cause__, "parent_node", None), getattr(error.__cause__, "full_key", None)
-        if node is not None and _takes_any_name(node):
+        if node is not None and OmegaConf.get_type(node) is dict:  # no schema knows its names: a library's arguments
             return f"{name} is not set yet: add it with a plus, as a separate word: +{name}=... ."
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
         group = unknown["key"].partition(".")[0]
@@ -205,25 +209,10 @@ def _explain_os_error(error: OSError) -> str | None:
         return f"{str(error.filename)[:60]}... is too long for a file name: shorten the setting that it comes from."
     if str(error) == "AF_UNIX path too long":  # Python's own message, without an errno
         return f"{tempfile.gettempdir()} is too long for the path of a folder of sockets: set TMPDIR to a shorter one."
-    if not error.filename:
-        return None
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
-        )
-    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
-        return f"{error.filename} cannot be made or opened ({error.strerror}): name another file or folder."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "make room there, or raise the limit, and start the same command again"
-        return f"{error.filename} cannot be written ({error.strerror}): {remedy}."
+    for numbers, sentence in _FILE_SENTENCES.items():
+        if error.filename and error.errno in numbers:
+            return sentence.format(error.filename, error.strerror)
     return None
-
-
-def _takes_any_name(node: Any) -> bool:
-    """Return whether a setting is a dict of names that no schema knows, such as a library's arguments."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.get_type(node) is dict
 
 
 def _last_line(log: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ from gpipe._compat.torch_launch import default_store
 from gpipe.launch import BEGAN, garbage_collection, stops
 from gpipe.launch.agent import Agent, choose_start_method, describe_end
 from gpipe.launch.devices import count_threads, is_adopted, own_cores, pin
-from gpipe.launch.errors import ERROR_FILE, forget_errors, report_errors
+from gpipe.launch.errors import ERROR_FILE, report_errors
 from gpipe.launch.rendezvous import choose_interface, join_store
 from gpipe.launch.scratch import scratch_folder
 
@@ -91,13 +91,8 @@ class Place:
     def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
         """Return `count` values, which the first process makes one by one, on every process; every process calls it.
 
-        Args:
-            name: a name that was never used before.
-            count: the number of values.
-            make: called on the first process only; it calls its argument with each value.
-
-        Raises:
-            DistStoreError: on the other processes, if a value does not arrive within the time-out.
+        `make` is called on the first process only, and calls its argument with each value; `name` is new. On the other
+        processes, DistStoreError is raised if a value does not arrive within the time-out.
         """
         found: list[str] = []
         if self.mesh is None:
@@ -115,8 +110,7 @@ class Processes:
     """How many processes a run has, and how each is set up.
 
     Attributes:
-        num_stages: K.
-        num_replicas: R.
+        num_stages, num_replicas: K and R.
         num_processes: 1, or one per `stages_per_device` stages and replica; torchrun's number takes precedence.
         num_threads: threads per process; None divides this host's cores among its processes.
         device: cpu, cuda or auto.
@@ -152,12 +146,8 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
     """Call function(place, folder, *args) in every process and return when all are done.
 
     `folder` is the first process's. If a process fails and no restart is left, all processes end, one message is
-    printed, and error.txt in `folder` has the traceback.
-
-    Args:
-        function: what each process runs; `function` and `args` must be picklable if processes are started here.
-        processes: how many processes there are, and how each is set up.
-        args: further arguments of the function.
+    printed, and error.txt in `folder` has the traceback. `function` and `args` must be picklable if processes are
+    started here.
 
     Raises:
         SystemExit: with status 1 after a failure; with status 75 if all processes raised that, asked to stop.
@@ -171,7 +161,7 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
         stops.exit_before_start(stops.find_reason())
         if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
             with report_errors(debug=processes.debug):
-                forget_errors(processes.folder)
+                (processes.folder / ERROR_FILE).unlink(missing_ok=True)  # of an earlier try: it would silence this one
             with report_errors(processes.folder, processes.debug):
                 _set_threads(processes)
                 function(_make_single_place(processes), processes.folder, *args)
@@ -231,7 +221,7 @@ def _work(
             place = replace(_join(processes, began), num_cores=num_cores)
             place.heed_stop("joined")
             if note is None and place.is_main:
-                forget_errors(processes.folder)
+                (processes.folder / ERROR_FILE).unlink(missing_ok=True)
             folder = Path(place.share("folder", str(processes.folder)))
         with report_errors(folder, processes.debug):
             function(place, folder, *args)

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 INTERRUPTED = 128 + signal.SIGINT
@@ -54,22 +53,20 @@ class _Listener:
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._signals = _SIGNALS - {signal.SIGHUP} if is_nohup else _SIGNALS
-        self._handlers = {number: signal.signal(number, self._handle) for number in self._signals}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        if hasattr(signal, "sigtimedwait"):
-            self.block()
+        self._handlers = {
+            number: signal.signal(number, lambda number, _: self._receive(number, None)) for number in self._signals
+        }
+        blocked = self._signals if hasattr(signal, "sigtimedwait") else set()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        if blocked:
             # Python up to 3.12 removes the block when it starts the resource tracker, so start the tracker beforehand.
             # Silence its warnings about leaked semaphores: if a run's processes were killed, they would follow the
             # message that names the cause.
             silent = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")))
             with environment_variable("PYTHONWARNINGS", silent):
                 resource_tracker.ensure_running()
-            self.block()
+            signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
             self._thread.start()
-
-    def block(self) -> None:
-        """Block the signals, for the thread to poll."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
     def close(self) -> None:
         """Restore the previous handlers and the previous mask."""
@@ -120,9 +117,6 @@ class _Listener:
             for child in multiprocessing.active_children():
                 child.kill()
         os._exit(status)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._receive(number, None)
 
     def _poll_regularly(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
@@ -211,11 +205,7 @@ def listening() -> Iterator[_Listener]:
 
 
 def find_reason(max_hours: float | None = None) -> str | None:
-    """Return why this process should stop; None if it should not.
-
-    Args:
-        max_hours: the hours after the start of the process at which it should stop; None means no limit.
-    """
+    """Return why this process should stop: a request, or `max_hours` since its start; None if it should not."""
     if _listener is None:
         return None
     if max_hours is not None and time.monotonic() - _listener.started > max_hours * 3600:
@@ -224,10 +214,7 @@ def find_reason(max_hours: float | None = None) -> str | None:
 
 
 def exit_before_start(reason: str | None, *, speaks: bool = True) -> None:
-    """Exit with status 75 if there is a reason to stop before anything was started.
-
-    speaks: whether to print why; of several processes, only one should.
-    """
+    """Exit with status 75 if there is a reason to stop before anything was started; one process `speaks`."""
     if reason:
         if speaks:
             print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)
