@@ -74,11 +74,7 @@ class Agent(LocalElasticAgent):
         self._first_end: tuple[ProcessFailure, float] | None = None
 
     def train(self) -> dict[int, Any] | ProcessFailure:
-        """Start the processes and wait for them.
-
-        Returns:
-            What the processes returned, by rank; or, if the last try failed, how its first process ended.
-        """
+        """Start the processes; return what they returned, by rank, or how the first process of a failed try ended."""
         # torch must not handle its four signals: they have handlers already, and nohup ignores SIGHUP.
         with stops.environment_variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
             result = self.run()
@@ -133,9 +129,6 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
 
     New processes are forked from one that has loaded `modules`. If that is impossible or unsafe (macOS, Python 3.11.0,
     a temporary folder whose path is too long for a socket), each process loads what it needs by itself.
-
-    Args:
-        modules: the modules to load once, beforehand.
     """
     if sys.platform != "linux" or not _IS_PRIVATE or len(tempfile.gettempdir().encode()) > _MAX_BYTES:
         yield "spawn"

@@ -16,15 +16,9 @@ class DevicesMissing(RuntimeError):
 
 
 def check_devices(num_processes: int, device: str, num_threads: int | None, pin_cores: bool) -> None:
-    """Check that there is a GPU for each process; on a CPU, a core for each thread of pinned processes.
+    """Check that there is a GPU for each of this host's processes; on a CPU, a core for each thread of pinned ones.
 
-    torchrun's processes are not checked: whoever starts them decides.
-
-    Args:
-        num_processes: the number of processes that this host will run.
-        device: cpu, cuda or auto.
-        num_threads: threads per process; None counts as one.
-        pin_cores: whether each process gets its own cores.
+    torchrun's processes are not checked: whoever starts them decides. None counts as one thread per process.
     """
     if is_adopted():
         return
