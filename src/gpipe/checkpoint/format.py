@@ -90,10 +90,7 @@ class FileImage:
     Tensors are copied in quickly and written while training continues. safetensors' own writer is not used, because it
     holds Python's lock while it writes, so training would stop.
 
-    Args:
-        specs: the specs of the file's tensors, by name.
-        pinned: keep the buffer where a GPU can write to it directly.
-        metadata: texts by name, for the header.
+    With `pinned`, the buffer is where a GPU can write to it directly; `metadata` has texts for the header.
     """
 
     def __init__(
@@ -125,17 +122,13 @@ class FileImage:
             self._views[name].copy_(tensor, non_blocking=True)
 
     def write(self, path: Path, go_on: Callable[[], bool] = lambda: True) -> dict[str, Any]:
-        """Write the file and flush it to the disk.
-
-        Args:
-            path: the file, which appears when it is complete.
-            go_on: called before each chunk; if it returns False, writing stops.
+        """Write the file, which appears when it is complete and on the disk.
 
         Returns:
             The manifest's entry as JSON: the size, and the SHA-256 of what was meant to be written.
 
         Raises:
-            CheckpointError: `go_on` returned False.
+            CheckpointError: `go_on`, which is called before each chunk, returned False.
         """
         digest = hashlib.sha256()
         data: Any = self._data.numpy().data

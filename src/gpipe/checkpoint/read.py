@@ -101,10 +101,8 @@ def load_weights(
 def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> Manifest:
     """Load a checkpoint's weights, in one process and without a pipeline, into layers on the meta device.
 
-    Args:
-        path: the checkpoint's folder.
-        layers: they get tensors on the CPU; tied tensors become copies.
-        averages: take the moving averages of the weights if the checkpoint has them.
+    The layers get tensors on the CPU, the moving averages of the weights if there are any and `averages` is True. Tied
+    tensors become copies.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or is of other layers; the layers are unchanged.
@@ -133,10 +131,8 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     The plain model is the nn.Sequential, or the model that was traced. A transformers model gets its config.json beside
     the file.
 
-    Args:
-        path: the checkpoint's folder.
-        output: the file, which must not exist. As in the plain model, each layer has its copy of a tied parameter.
-        averages: take the moving averages of the weights if the checkpoint has them.
+    As in the plain model, each layer has its copy of a tied parameter. With `averages`, the file has the moving
+    averages of the weights if the checkpoint has them.
 
     Returns:
         The kind that was written: "ema" or "weights".
@@ -254,11 +250,7 @@ class _Source:
             raise self.misfit(kind, found)
 
     def compare(self, kind: str, own: Mapping[str, Tensor], layers: Container[int]) -> dict[str, str]:
-        """Compare `own` tensors with those of one kind that the checkpoint has for the same `layers`.
-
-        Returns:
-            A few words per name that is missing, unexpected, or of another shape or dtype.
-        """
+        """Return a few words per tensor of these layers that is missing, unexpected, or of another shape or dtype."""
         specs = {name: str(TensorSpec.of(name, tensor)) for name, tensor in own.items()}
         saved = self.manifest.tensors.get(kind, {})
         names = [*own, *(name for name in saved if name not in own and parse_layer(name) in layers)]

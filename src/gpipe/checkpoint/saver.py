@@ -110,10 +110,6 @@ class Saver:
         Weights, averages and the optimiser's state may change after `wait_until_copied`; buffers, which a forward pass
         changes, as soon as this returns. Waits for the previous save.
 
-        Args:
-            content: everything that goes into the checkpoint.
-            is_best: point `best` to this checkpoint.
-
         Raises:
             CheckpointError: on every process that writes, if one of them failed in this save or the one before.
         """
@@ -152,13 +148,9 @@ class Saver:
         return None if self._writer is None else self._writer.status()
 
     def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
-        """Between steps, raise the error that a process had in the save under way.
+        """Between steps, raise CheckpointError on all processes if one of them failed in the save under way.
 
-        Args:
-            statuses: those of all processes, the same on each; they travel with the step's other messages.
-
-        Raises:
-            CheckpointError: on all processes, if one of them failed.
+        The statuses are those of all processes; they travel with the step's other messages.
         """
         known = [status for status in statuses if status is not None]
         try:
@@ -170,11 +162,7 @@ class Saver:
             self._writer = None
 
     def wait(self) -> None:
-        """Wait until the save under way is finished on all processes.
-
-        Raises:
-            CheckpointError: on all processes, if one of them failed.
-        """
+        """Wait until the save under way is finished on all processes; raise CheckpointError on all if one failed."""
         while self._writer is not None:
             # In short rounds: a slow disk must not look like a process that hangs.
             self._writer.wait(_ROUND_SECONDS)

@@ -115,11 +115,7 @@ class Writer:
         return {"is_done": is_done, "error": error}
 
     def wait_until_copied(self) -> None:
-        """Wait until the tensors may change.
-
-        Raises:
-            CheckpointError: the GPU has not copied them within the pipeline's time-out.
-        """
+        """Wait until the tensors may change."""
         seconds = self._pipeline.timeout_seconds
         if not self._copied.wait(seconds):
             raise CheckpointError(
