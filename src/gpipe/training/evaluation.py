@@ -163,17 +163,11 @@ def evaluate_on_all(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prepare: Callable[[nn.ModuleDict | None], None] = lambda _: None,
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each evaluation set; every process calls it.
+    """Return the figures of each evaluation set by its name; every process calls it.
 
-    Args:
-        pipeline: the pipeline to evaluate.
-        loaders: the sets' loaders, by name.
-        averages: the layers' averages, evaluated in their place if there are any.
-        metrics: the figures to measure.
-        raw: beside averages, evaluate the layers themselves too, as "raw_<figure>".
-        max_batches: the most mini-batches per set, as in `evaluate`.
-        autocast: creates the context of the forward passes.
-        prepare: called before each model is evaluated, with its layers; None means the pipeline's own.
+    The layers' averages are evaluated in their place if there are any. With `raw`, the layers themselves are evaluated
+    beside them, as "raw_<figure>". `autocast` creates the context of the forward passes. `prepare` is called before
+    each model is evaluated, with its layers; None means the pipeline's own.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in loaders}
     for prefix, layers in {"": averages, "raw_": None}.items() if averages is not None and raw else [("", averages)]:
@@ -238,10 +232,6 @@ def choose_batches(num_batches: int, max_batches: int | None) -> Sequence[int]:
           x       x     x       3
           x   x     x   x       4
         x x x x   x x x x x     9
-
-    Args:
-        num_batches: the number of mini-batches of the set.
-        max_batches: the most to evaluate; None means all.
     """
     if max_batches is None or max_batches >= num_batches:
         return range(num_batches)

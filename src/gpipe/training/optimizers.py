@@ -67,15 +67,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimiser called `name`, one of OPTIMIZERS.
 
-    Frozen parameters (requires_grad False) are left out. Kernels decay, but not one-dimensional biases and norms.
-
-    Args:
-        name: the optimiser's name.
-        named_parameters: (name, parameter) pairs.
-        lr: the learning rate.
-        weight_decay: the decay of kernels.
-        on_gpus: whether to update all parameters with few kernels, as on GPUs; None does if they are on GPUs.
-        settings: the function's other keyword arguments.
+    Frozen parameters (requires_grad False) are left out. Kernels decay, but not one-dimensional biases and norms. With
+    `on_gpus`, few kernels update all parameters; None means whether they are on GPUs. `settings` are the other keyword
+    arguments of the function in OPTIMIZERS.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]

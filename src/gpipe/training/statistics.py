@@ -15,17 +15,11 @@ from gpipe.training.loader import Loader, iterate
 def estimate_statistics(
     pipeline: Pipeline, loader: Loader, num_batches: int, layers: nn.ModuleDict | None = None
 ) -> None:
-    """Replace the moving statistics by their means over the first mini-batches of the loader's epoch.
+    """Replace the moving statistics by their means over the first mini-batches of the epoch of a training loader.
 
     Each mini-batch is normalised as in training; dropout and drop-path are off. Every process calls it, and the result
-    is bitwise the same for every number of stages. Source: Izmailov et al., 2018, section 3.2, who need it for averaged
-    weights.
-
-    Args:
-        pipeline: the pipeline of the batch norms.
-        loader: a loader of training data.
-        num_batches: the number of mini-batches to use, at most an epoch's.
-        layers: used in place of the pipeline's own, as in `Pipeline.evaluate`.
+    is bitwise the same for every number of stages. `layers` are used in place of the pipeline's own. Source: Izmailov
+    et al., 2018, section 3.2, who need it for averaged weights.
     """
     norms = pipeline.batch_norms(layers)
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]

@@ -100,11 +100,7 @@ class Totals:
 
     @classmethod
     def resume(cls, results: Mapping[str, Any], sets: Sequence[str] = ()) -> "Totals":
-        """Restore what `resumable` returned.
-
-        Args:
-            results: those of a manifest.
-            sets: the names of the evaluation sets, in their order.
+        """Restore what `resumable` returned, from a manifest; `sets` are the evaluation sets in their order.
 
         Raises:
             ValueError: the results are anything else.
