@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from gpipe.checkpoint.content import Content, Kinds
 from gpipe.checkpoint.errors import CheckpointError, raise_first, run_on_all
 from gpipe.checkpoint.folder import clean, name_step, publish
@@ -127,7 +125,10 @@ class Saver:
         self._num_saves += 1
         partial = self._name_partial(content)
         self._lead(lambda: self._begin(partial))
-        self._snapshot.take({**kinds, "weights": self._clone_buffers(kinds["weights"])})
+        # With copies of the buffers, which the next forward pass changes.
+        parameters = dict(self._pipeline.layers.named_parameters(prefix="layers", remove_duplicate=False))
+        weights = {name: each if name in parameters else each.clone() for name, each in kinds["weights"].items()}
+        self._snapshot.take({**kinds, "weights": weights})
         fields = content.describe(self._pipeline.num_layers)
 
         def finish(files: Mapping[str, Any]) -> None:
@@ -195,11 +196,6 @@ class Saver:
     def _name_partial(self, content: Content) -> Path:
         """Return the folder that the save under way writes to; `clean` knows this form of name."""
         return self._folder / f".{name_step(content.position.step)}.partial-{self._token}-{self._num_saves}"
-
-    def _clone_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights, with copies of the buffers among them."""
-        parameters = dict(self._pipeline.layers.named_parameters(prefix="layers", remove_duplicate=False))
-        return {name: tensor if name in parameters else tensor.clone() for name, tensor in weights.items()}
 
     def _give_up(self) -> None:
         """Stop writing; when all processes have stopped, delete what was written, because the disk may be full."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gpipe.checkpoint.manifest import Manifest
 
@@ -15,7 +14,10 @@ def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -
         evaluation has replaced the moving averages, if the run never estimates statistics, or without batch norms.
     """
     names = manifest.tensors.get(kind, {})
-    settings = _read_settings(manifest.config)
+    trainer = manifest.config.get("trainer")
+    settings = trainer.get("evaluation") if isinstance(trainer, Mapping) else None
+    if not isinstance(settings, Mapping):  # another program's checkpoint
+        return None
     if settings.get("statistics_batches") is None or not any(name.endswith(".running_mean") for name in names):
         return None
     step = manifest.position.step
@@ -33,10 +35,3 @@ def describe_stale_statistics(checkpoint: Path, manifest: Manifest, kind: str) -
             f"the weights themselves {lag}; use the averages, or evaluate with trainer.evaluation.raw=true in training"
         )
     return None
-
-
-def _read_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the evaluation settings; none for another program's checkpoint."""
-    trainer = config.get("trainer")
-    settings = trainer.get("evaluation") if isinstance(trainer, Mapping) else None
-    return settings if isinstance(settings, Mapping) else {}

@@ -35,12 +35,16 @@ class Snapshot:
     def __init__(self, partitions: Sequence[int]) -> None:
         self._ends = list(accumulate(partitions))
         self._images: dict[str, FileImage] = {}
-        self._taken: Mapping[str, dict[str, Tensor]] = {}
+        self._taken: dict[str, dict[str, Tensor]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(self, kinds: Kinds) -> None:
         """Take the tensors as they are now; until `copy` has returned they must not change."""
-        self._taken = self._split(kinds)
+        self._taken = {}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                file = f"{kind}-{bisect_right(self._ends, parse_layer(name))}.safetensors"
+                self._taken.setdefault(file, {})[name] = tensor
         for device in {tensor.device for part in self._taken.values() for tensor in part.values() if tensor.is_cuda}:
             # On a separate stream, so that computation continues; but after the work that was queued before.
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -67,15 +71,6 @@ class Snapshot:
     def write(self, folder: Path, go_on: Callable[[], bool]) -> dict[str, Any]:
         """Write the files and flush them; return their entries in the manifest, as JSON."""
         return {file: image.write(folder / file, go_on) for file, image in self._images.items()}
-
-    def _split(self, kinds: Kinds) -> Mapping[str, dict[str, Tensor]]:
-        """Group the tensors by file."""
-        parts: dict[str, dict[str, Tensor]] = {}
-        for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
-                file = f"{kind}-{bisect_right(self._ends, parse_layer(name))}.safetensors"
-                parts.setdefault(file, {})[name] = tensor
-        return parts
 
 
 class Writer:

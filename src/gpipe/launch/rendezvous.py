@@ -155,8 +155,14 @@ def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def _make_signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
     """Meet the other hosts as c10d does, but listen at one address and sign all that is unpickled."""
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < _MIN_LENGTH:
+        raise ValueError(
+            f"the environment variable {SECRET} has {len(secret)} characters, expected {_MIN_LENGTH} or more, the same "
+            f"on all hosts: set it before torchrun starts, for example export {SECRET}=$(openssl rand -hex 32)."
+        )
     store = _meet(parameters)
-    handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
+    handler = create_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)
     # At the address where the other hosts reach this one.
     serve_processes_with(handler, lambda host, port: serve_store(_address(host), port))
     return handler
@@ -193,16 +199,6 @@ class SignedBackend(C10dRendezvousBackend):
 
     def _signature(self, state: bytes) -> bytes:
         return hmac.digest(self._signing_key, state, "sha256")
-
-
-def _secret() -> str:
-    secret = os.environ.get(SECRET, "")
-    if len(secret) < _MIN_LENGTH:
-        raise ValueError(
-            f"the environment variable {SECRET} has {len(secret)} characters, expected {_MIN_LENGTH} or more, the same "
-            f"on all hosts: set it before torchrun starts, for example export {SECRET}=$(openssl rand -hex 32)."
-        )
-    return secret
 
 
 def _meet(parameters: RendezvousParameters) -> TCPStore:

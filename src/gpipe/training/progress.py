@@ -86,12 +86,12 @@ class Progress:
         bar.start()
         self._bar = bar
 
-    def _try(self, show: Callable[[], None]) -> None:
+    def _try(self, show: Callable[..., None], *arguments: Any) -> None:
         """Call `show`; if it fails, for example on a full disk, show nothing from then on."""
         if not self._enabled:
             return
         try:
-            show()
+            show(*arguments)
         except Exception as error:  # noqa: BLE001 - a terminal, a file or a pipe may fail in any way
             self._enabled, self._bar = False, None
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -110,33 +110,23 @@ class Progress:
         """Show what `under_way` returns, unless it is None: beside the bar, or as a line at intervals."""
         text = self._under_way() if self._under_way is not None else None
         if text is not None:
-            self._try(lambda: self._show_text(text))
-
-    def _show_text(self, text: str) -> None:
-        if (bar := self._bar) is not None:
-            bar.update(self._task, figures=[text])
-        elif self._clock() - self._last_line >= self._interval_seconds:
-            self.message(f"{self._position}  {text}")
-            self._last_line = self._clock()
+            self._try(self._show, [text], {})
 
     def update(self, line: Mapping[str, Any], *, examples: str = "examples", ends_epoch: bool = False) -> None:
-        """Show a finished step; plain lines appear at intervals, and at the end of each epoch.
+        """Show the line that a finished step has in the log; in plain text at intervals, and when it ends an epoch."""
+        if self._enabled:
+            self._position = f"step {line['step']}/{self._num_steps}"
+            figures = [f"epoch {line['epoch'] + 1}/{self._num_epochs}", *describe_step(line, examples)]
+            done = {"completed": line["step"], "left": _time_left(self._estimate_seconds(line["step"]))}
+            self._try(self._show, figures, done, ends_epoch)
 
-        Args:
-            line: the step's line in the log.
-            examples: what to call the data's examples.
-            ends_epoch: whether it is the last step of its epoch.
-        """
-        self._try(lambda: self._show(line, examples, ends_epoch=ends_epoch))
-
-    def _show(self, line: Mapping[str, Any], examples: str, *, ends_epoch: bool) -> None:
-        self._position = f"step {line['step']}/{self._num_steps}"
-        left = _time_left(self._estimate_seconds(line["step"]))
-        figures = [f"epoch {line['epoch'] + 1}/{self._num_epochs}", *describe_step(line, examples)]
-        if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"], left=left, figures=figures)
-        elif ends_epoch or self._clock() - self._last_line >= self._interval_seconds:
-            self.message("  ".join((self._position, left, *figures)))
+    def _show(self, figures: list[str], done: Mapping[str, Any], at_once: bool = False) -> None:
+        """Show figures, and what is done: beside the bar, or as a line, at once or at intervals."""
+        if (bar := self._bar) is not None:
+            bar.update(self._task, figures=figures, **done)
+        elif at_once or self._clock() - self._last_line >= self._interval_seconds:
+            left = [done["left"]] if done else []
+            self._print("  ".join((self._position, *left, *figures)))
             self._last_line = self._clock()
 
     def _estimate_seconds(self, step: int) -> float | None:
@@ -149,7 +139,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
-        self._try(lambda: self._print(text))
+        self._try(self._print, text)
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
