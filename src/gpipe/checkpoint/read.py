@@ -297,17 +297,11 @@ class _Source:
 
     def refuse_untied(self, loaded: Kinds, pipeline: Pipeline) -> None:
         """Refuse, on all processes, different values for the copies of a tied parameter."""
-        if not pipeline.ties:
-            return
         tied = {name for names in pipeline.ties for name in names}
-        own = {
-            kind: {key: checksum(value) for key, value in tensors.items() if parse_parameter(key) in tied}
-            for kind, tensors in loaded.items()
-        }
-        parts = pipeline.job.gather(own)
-        for kind in loaded:
+        for kind, tensors in loaded.items() if tied else ():
+            own = {key: checksum(value) for key, value in tensors.items() if parse_parameter(key) in tied}
             values: dict[str, dict[str, int]] = {}  # of each parameter, or of the slots of its optimiser state
-            for key, value in (item for part in parts for item in part[kind].items()):
+            for key, value in (item for part in pipeline.job.gather(own) for item in part.items()):
                 name = parse_parameter(key)
                 values.setdefault(name, {})[key.removeprefix(name)] = value
             for first, *others in pipeline.ties:
