@@ -90,14 +90,9 @@ def _select_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _format_size(num_bytes: int) -> str:
     """Return a size with its unit: 1.5 MiB."""
-    if num_bytes < 1024:
-        return f"{num_bytes} bytes"
-    value = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        value /= 1024
-        if value < 1024:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} EiB"
+    units = "bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"
+    power = min(max(0, num_bytes.bit_length() - 1) // 10, len(units) - 1)
+    return f"{num_bytes / 1024**power:.1f} {units[power]}" if power else f"{num_bytes} bytes"
 
 
 def _make_parser() -> argparse.ArgumentParser:

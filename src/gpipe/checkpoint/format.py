@@ -97,15 +97,20 @@ class FileImage:
         self, specs: Mapping[str, TensorSpec], *, pinned: bool = False, metadata: Mapping[str, str] | None = None
     ) -> None:
         self.specs = dict(specs)
-        self._header, starts = _make_header(self.specs, metadata or {})
         num_bytes = sum(spec.num_bytes for spec in self.specs.values())
         # Pinned or filled, so that the operating system allocates its memory here and not during the first copy.
         self._data = self._pin(num_bytes) if pinned and num_bytes else torch.zeros(num_bytes, dtype=torch.uint8)
-        self._views = {
-            name: self._data[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
-            for name, start in starts.items()
-            for spec in (self.specs[name],)
-        }
+        self._views: dict[str, Tensor] = {}
+        content: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        end = 0
+        # Wide dtypes first: every tensor then begins at a multiple of its own width.
+        for name, spec in sorted(specs.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])):
+            start, end = end, end + spec.num_bytes
+            content[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+            self._views[name] = self._data[start:end].view(DTYPES[spec.dtype]).view(spec.shape)
+        text = json.dumps(content, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._header = len(text).to_bytes(8, "little") + text
 
     def _pin(self, num_bytes: int) -> Tensor:
         """Return pinned memory of that size; torch's own allocator would take the next power of two."""
@@ -147,22 +152,6 @@ class FileImage:
 
 def _unpin(address: int, memory: mmap.mmap) -> None:  # noqa: ARG001 - it lives until here
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return a file's first bytes, and the offset of each tensor's data after them."""
-    # Wide dtypes first: every tensor then begins at a multiple of its own width.
-    order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
-    starts: dict[str, int] = {}
-    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for name in order:
-        spec = specs[name]
-        starts[name], end = end, end + spec.num_bytes
-        content[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], end]}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, starts
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
