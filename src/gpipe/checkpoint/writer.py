@@ -6,6 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -73,28 +74,25 @@ class Snapshot:
         return {file: image.write(folder / file, go_on) for file, image in self._images.items()}
 
 
+@dataclass
 class Writer:
     """Writes the files of one process and, when they are on the disk, `part-<process>.json`.
 
-    Args:
+    Attributes:
         snapshot: taken, and not copied yet; another may be taken when this one is written.
         partial: the folder to write into, which exists.
         publish: called on the leading process with the files of all `processes`, as JSON; None on the others.
     """
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        partial: Path,
-        process: int,
-        pipeline: Pipeline,
-        publish: Callable[[dict[str, Any]], None] | None,
-        processes: Sequence[int],
-    ) -> None:
-        self.partial = partial
-        self._snapshot, self._process, self._pipeline = snapshot, process, pipeline
-        self._publish, self._processes = publish, processes
-        self._place, self._doing = pipeline.job.place, f"saving after step {pipeline.step}"
+    snapshot: Snapshot
+    partial: Path
+    process: int
+    pipeline: Pipeline
+    publish: Callable[[dict[str, Any]], None] | None
+    processes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self._place, self._doing = self.pipeline.job.place, f"saving after step {self.pipeline.step}"
         self._last_sign = time.monotonic()
         self._given_up, self._copied = threading.Event(), threading.Event()
         self._error: dict[str, Any] | None = None
@@ -105,13 +103,13 @@ class Writer:
         """Return, as JSON, whether this process is done and which error it had."""
         is_done, error = not self._thread.is_alive(), self._error
         silent = time.monotonic() - self._last_sign
-        if not is_done and silent > self._pipeline.timeout_seconds:
+        if not is_done and silent > self.pipeline.timeout_seconds:
             error = to_json(OSError(f"the disk has not answered for {silent:.0f} s"), self._place)
         return {"is_done": is_done, "error": error}
 
     def wait_until_copied(self) -> None:
         """Wait until the tensors may change."""
-        seconds = self._pipeline.timeout_seconds
+        seconds = self.pipeline.timeout_seconds
         if not self._copied.wait(seconds):
             raise CheckpointError(
                 f"{self._place}, {self._doing}: the GPU has not copied the tensors to the host within {seconds:g} s; "
@@ -129,23 +127,23 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            with self._pipeline.job.activity.doing_beside(self._doing):
+            with self.pipeline.job.activity.doing_beside(self._doing):
                 self._write()
         except BaseException as error:  # noqa: BLE001 - the main thread raises any error
             self._error = to_json(error, self._place)
 
     def _write(self) -> None:
         try:
-            self._snapshot.copy()
+            self.snapshot.copy()
         finally:
             self._copied.set()
-        write_part(self.partial, self._process, self._snapshot.write(self.partial, self._go_on))
-        if self._publish is not None:
-            for process in self._processes:
+        write_part(self.partial, self.process, self.snapshot.write(self.partial, self._go_on))
+        if self.publish is not None:
+            for process in self.processes:
                 while not _name_part(self.partial, process).exists():
                     if not self._go_on(_POLL_SECONDS):
                         raise CheckpointError(f"{self.partial} is no longer needed")
-            self._publish(take_parts(self.partial, self._processes))
+            self.publish(take_parts(self.partial, self.processes))
 
     def _go_on(self, seconds: float = 0.0) -> bool:
         """Note that the disk answers, and return whether the checkpoint is needed `seconds` later."""
