@@ -509,18 +509,14 @@ class Trainer:
             self._tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self._progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
-        self._stop_unless_finite(evaluation)
-        self._totals.add_evaluation(evaluation, self.pipeline.step)
-
-    def _stop_unless_finite(self, evaluation: Mapping[str, Mapping[str, float]]) -> None:
-        """End the training at a loss that is not finite; the saved state does not include this evaluation."""
         for name, metrics in evaluation.items():
             for metric, value in metrics.items():
                 if metric.endswith("loss") and not math.isfinite(value):
-                    self._save()
+                    self._save()  # without this evaluation
                     self._saver.wait()
                     what = f"{metric} on {name}"
                     raise explain_non_finite_evaluation(what, value, self.pipeline.step, is_saved=self._is_saved)
+        self._totals.add_evaluation(evaluation, self.pipeline.step)
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:
