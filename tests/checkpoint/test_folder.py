@@ -8,11 +8,9 @@ import pytest
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest, find_run
-from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
+from tests.checkpoint.conftest import POSITION
 from tests.training.small_run import SmallRun, assert_equal, small_run
-
-POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 
 
 def test_there_is_no_latest_before_the_first_save(tmp_path: Path) -> None:

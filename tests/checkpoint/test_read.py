@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import Manifest, Position
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import export, load_layers
+from tests.checkpoint.conftest import POSITION
 from tests.training.small_run import SmallRun, assert_equal, small_layers, small_run
 
-POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 PARTITIONS = [(6,), (2, 4), (1, 2, 3), (1, 1, 1, 1, 1, 1)]
 HEAD = {"layers.5.weight", "layers.5.bias"}
 
@@ -223,10 +223,7 @@ def test_plain_layers_of_another_model_are_refused(tmp_path: Path, trained: Smal
 
 def test_a_damaged_file_does_not_change_plain_layers(tmp_path: Path, trained: SmallRun) -> None:
     path, layers = trained.save(tmp_path, POSITION, with_ema=False), small_layers()
-    file = path / "weights-2.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(path / "weights-2.safetensors")
     with pytest.raises(CheckpointError, match=r"weights-2\.safetensors does not match the SHA-256 in its manifest"):
         load_layers(path, layers)
     assert all(tensor.is_meta for tensor in layers.state_dict().values())

@@ -17,13 +17,12 @@ from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.format import FileImage
-from gpipe.checkpoint.manifest import MANIFEST, Position
+from gpipe.checkpoint.manifest import MANIFEST
 from gpipe.checkpoint.saver import Saver
 from gpipe.checkpoint.writer import Snapshot
+from tests.checkpoint.conftest import POSITION
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import SmallRun, assert_equal, small_run
-
-POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 
 
 def begin(saver: Saver, run: SmallRun, step: int = 3, **settings: Any) -> Path:
