@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import closing
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_the_figures_are_those_that_are_known() -> None:
 
 def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
     stream, now = io.StringIO(), [0.0]
-    with Progress(100, 5, interval_seconds=10.0, stream=stream, clock=lambda: now[0]) as progress:
+    with closing(Progress(100, 5, interval_seconds=10.0, stream=stream, clock=lambda: now[0])) as progress:
         for step, seconds in ((1, 3.0), (2, 10.5), (3, 11.0), (4, 21.0)):
             now[0] = seconds
             progress.update(STEP | {"step": step})
@@ -37,7 +38,7 @@ def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
 
 def test_the_time_left_follows_from_the_steps_after_the_sessions_first() -> None:
     stream, now = io.StringIO(), [0.0]
-    with Progress(10_000, 1, stream=stream, clock=lambda: now[0]) as progress:
+    with closing(Progress(10_000, 1, stream=stream, clock=lambda: now[0])) as progress:
         for step, seconds in ((501, 900.0), (502, 910.0), (503, 950.0)):  # a run that was resumed, and compiles first
             now[0] = seconds
             progress.update(STEP | {"step": step}, ends_epoch=True)
@@ -58,7 +59,7 @@ def test_a_terminal_has_the_bar_the_step_and_the_time_left_then_whole_figures_as
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     stream, now = Terminal(), [0.0]
-    with Progress(1000, 5, stream=stream, clock=lambda: now[0]) as progress:
+    with closing(Progress(1000, 5, stream=stream, clock=lambda: now[0])) as progress:
         for step in (411, 412):
             now[0] += 2.0
             progress.update(
@@ -72,7 +73,7 @@ def test_a_terminal_has_the_bar_the_step_and_the_time_left_then_whole_figures_as
 
 def test_messages_stand_above_the_bar() -> None:
     stream = Terminal()
-    with Progress(10, 1, stream=stream) as progress:
+    with closing(Progress(10, 1, stream=stream)) as progress:
         progress.update(STEP | {"step": 3})
         progress.message("saved [here]")
     assert "3/10" in stream.getvalue()
@@ -82,7 +83,7 @@ def test_messages_stand_above_the_bar() -> None:
 def test_what_makes_a_step_long_is_told_at_intervals_and_beside_the_bar() -> None:
     stream, terminal, now, told = io.StringIO(), Terminal(), [0.0], [None, "compiling layer 3 of 9"]
     for each in (stream, terminal):
-        with Progress(100, 1, stream=each, clock=lambda: now[0], under_way=lambda: told[-1]) as progress:
+        with closing(Progress(100, 1, stream=each, clock=lambda: now[0], under_way=lambda: told[-1])) as progress:
             for seconds in (1.0, 11.0, 12.0, 22.0):
                 now[0] = seconds
                 progress.show_under_way()
@@ -93,7 +94,7 @@ def test_what_makes_a_step_long_is_told_at_intervals_and_beside_the_bar() -> Non
 
 def test_other_processes_are_silent() -> None:
     for stream in (io.StringIO(), Terminal()):
-        with Progress(10, 1, enabled=False, stream=stream) as progress:
+        with closing(Progress(10, 1, enabled=False, stream=stream)) as progress:
             progress.update(STEP | {"step": 10}, ends_epoch=True)
             progress.message("saved")
         assert stream.getvalue() == ""
@@ -112,7 +113,7 @@ class FailingTerminal(Failing, Terminal):
 
 @pytest.mark.parametrize("kind", [Failing, FailingTerminal])
 def test_what_cannot_be_shown_is_a_warning(kind: type[Failing], capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(10, 1, stream=kind()) as progress:
+    with closing(Progress(10, 1, stream=kind())) as progress:
         for step in range(3):
             progress.update(STEP | {"step": step}, ends_epoch=True)
             progress.message("saved")

@@ -5,8 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
@@ -153,14 +152,6 @@ class Progress:
         if (bar := self._bar) is not None:
             self._try(bar.stop)
         self._bar, self._enabled = None, False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def describe_step(line: Mapping[str, Any], examples: str = "examples") -> list[str]:

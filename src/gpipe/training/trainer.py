@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -280,7 +280,7 @@ class Trainer:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
             if self._saves and not self._is_done:
                 self._saver.rehearse(self._content)
-            with self._progress:
+            with closing(self._progress):
                 if self._is_done and self._evaluates_at_end and self._totals.evaluated_step != self.pipeline.step:
                     self._evaluate()  # an earlier session ended there because a loss was not finite
                 while not self._is_done:
