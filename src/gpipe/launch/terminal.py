@@ -20,14 +20,11 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _tolerate_closing(stream))
-
-
-def _tolerate_closing(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    return io.TextIOWrapper(
-        io.BufferedWriter(_TolerantFile(stream.fileno(), "wb", closefd=False)),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+            tolerant = io.TextIOWrapper(
+                io.BufferedWriter(_TolerantFile(stream.fileno(), "wb", closefd=False)),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, tolerant)

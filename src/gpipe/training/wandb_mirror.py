@@ -37,7 +37,11 @@ class WandbMirror:
         tags: Sequence[str],
         config: Mapping[str, Any],
     ) -> None:
-        _set_environment(folder, is_online=is_online)
+        # wandb writes only into the run's folder, reports no errors to its makers, and prints nothing. It has settings
+        # for these per process, not per run. Online, the account's settings stay where they are.
+        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        for kind in ("DATA", "CACHE") if is_online else ("DATA", "CACHE", "CONFIG"):
+            os.environ[f"WANDB_{kind}_DIR"] = str((folder / "wandb" / kind.lower()).resolve())
         # These settings keep arguments, console output, source files, the names of installed packages and the host's
         # name out of W&B's folder. The load of the host and of its GPUs is still sampled.
         settings = wandb.Settings(
@@ -112,16 +116,6 @@ def has_key() -> bool:
             if not hosts.isdisjoint(found.hosts):
                 return True
     return False
-
-
-def _set_environment(folder: Path, *, is_online: bool) -> None:
-    """Make wandb write only into the run's folder, report no errors to its makers, and print nothing.
-
-    wandb has settings for these per process, not per run. Online, the account's settings stay where they are.
-    """
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-    for kind in ("DATA", "CACHE") if is_online else ("DATA", "CACHE", "CONFIG"):
-        os.environ[f"WANDB_{kind}_DIR"] = str((folder / "wandb" / kind.lower()).resolve())
 
 
 def _tear_down() -> None:
