@@ -41,6 +41,7 @@ CODE = {
     "logging_class": "hydra: {hydra_logging: {root: {}, handlers: {a: {class: logging.handlers.SMTPHandler}}}}",
     "logging_reference": "hydra: {job_logging: {root: {}, handlers: {a: {stream: 'ext://os.environ'}}}}",
     "environment": "hydra: {job: {env_set: {LD_PRELOAD: ./evil.so}}}",
+    "emptied variable": "hydra: {job: {env_set: {CUDA_VISIBLE_DEVICES: ''}}}",
     "shell_lines": "hydra: {launcher: {setup: [touch sprung]}}",
     "script_line": 'hydra: {launcher: {comment: "a\\ntouch sprung"}}',
     "function": "hydra: {sweeper: {custom_search_space: os.system}}",
@@ -65,6 +66,7 @@ CODE = {
 _REFUSAL = "expected (none: no configuration may name code|nothing, because a configuration may name no file)"
 _REFUSALS = {
     "environment": "env_set.LD_PRELOAD is set, expected nothing, because",
+    "emptied variable": "env_set.CUDA_VISIBLE_DEVICES is set, expected nothing, because",
     "shell_lines": "setup.0 is 'touch sprung', expected nothing, because",
     "script_line": "expected a word without blanks or slashes, because a configuration may name no file",
     "function": "custom_search_space is 'os.system', expected nothing, because",

@@ -36,6 +36,11 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path, trained: SmallRun) -> 
     assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-00000003"}
 
 
+def test_to_keep_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0, expected at least 1"):
+        Saver(tmp_path, small_run().pipeline, keep=0)
+
+
 def test_the_best_is_never_deleted(tmp_path: Path) -> None:
     run = small_run()
     saver = Saver(tmp_path, run.pipeline, keep=2)

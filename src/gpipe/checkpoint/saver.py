@@ -30,9 +30,14 @@ class Saver:
 
     Attributes:
         saved_step: the step of the folder's newest checkpoint; None if that is unknown.
+
+    Raises:
+        ValueError: `keep` is below 1, which would delete what was just saved.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, expected at least 1: the newest checkpoint must be kept.")
         self.saved_step: int | None = None
         self._folder, self._pipeline, self._keep = folder, pipeline, keep
         self._snapshot = Snapshot(pipeline.partitions)

@@ -190,6 +190,8 @@ def _refuse_name(name: Any) -> None:
 
 def _find_expected(composed: DictConfig, place: str, key: str, value: Any, overrides: Sequence[str]) -> str | None:
     """Return what is expected at a place; None if its value is allowed."""
+    if place.startswith("hydra.job.env_set."):  # an empty value empties the variable
+        return "nothing"
     if value in (None, "", "???"):
         return None
     if place.startswith("hydra.overrides."):  # what a file puts there would pass for the command line's
