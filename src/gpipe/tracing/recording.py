@@ -65,77 +65,12 @@ _CONVERSIONS = "tensor", "as_tensor", "asarray"
 """Functions of torch that read the memory or the items of their argument, unless it is a tensor."""
 
 
-def _replace_functions(tracer: Tracer) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return functions that handle traced values, each with the owner and name of torch's function that it replaces."""
+def _list_refusals(tracer: Tracer) -> list[tuple[Any, str, Any]]:
+    """Return what refuses to do what a layer would do differently, each with the owner and name that it replaces.
 
-    def refuse(name: str, function: Callable[..., Any], why: str) -> Callable[..., Any]:
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            # Torch's own code calls them too, such as to choose between ways to compute the same.
-            if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
-                raise tracer.note(Undecided(f"calls torch.{name}, which {why}"))
-            return function(*args, **kwargs)
-
-        return refused
-
-    def convert(function: Callable[..., Any]) -> Callable[..., Any]:
-        def converted(*args: Any, **kwargs: Any) -> Any:
-            named = [name for name in ("data", "obj") if name in kwargs]
-            args = (*(kwargs.pop(name) for name in named), *args)
-            if args and type(args[0]) is TracedTensor:
-                return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*(one.whole() if type(one) is TracedShape else one for one in args), **kwargs)
-
-        return converted
-
-    def is_tensor(value: Any) -> bool:
-        is_traced = type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename)
-        return isinstance(value.value if is_traced else value, Tensor)
-
-    def list_traced(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def trace(one: Any) -> Any:
-            return (one[0], trace(one[1])) if type(one) is tuple else tracer.getattr("", one, {})
-
-        def listed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            is_traced = tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename)
-            return map(trace, function(*args, **kwargs)) if is_traced else function(*args, **kwargs)
-
-        return listed
-
-    return [
-        *(
-            (torch, name, refuse(name, getattr(torch, name), "depends on how the model is run"))
-            for name in _CONTEXT_QUERIES
-        ),
-        *((owner, name, refuse(name, getattr(owner, name), "its layers would not do")) for owner, name in _SEEDS),
-        *((torch, name, convert(getattr(torch, name))) for name in _CONVERSIONS),
-        *((nn.Module, name, list_traced(getattr(nn.Module, name))) for name in _LISTS),
-        (torch, "is_tensor", is_tensor),
-    ]
-
-
-def read_settings() -> tuple[Any, ...]:
-    """Return settings of torch by which it chooses how to compute, and that the model's code may change."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    convolution = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
-    precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    return attention, cuda.cudnn_sdp_enabled(), convolution, precision
-
-
-@contextmanager
-def refuse_unsupported(tracer: Tracer) -> Iterator[None]:
-    """Refuse what a layer would do differently: custom backwards, autocast, and decisions by context.
-
-    In the model's code, `isinstance` sees the values behind traced tensors, and lists of parameters are traced. Neither
-    holds in torch's own code, some of which is C++.
+    That is custom backwards, autocast, seeds, and decisions by context.
     """
     apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
-    check = builtins.isinstance
-
-    def check_traced(value: Any, kinds: Any) -> bool:
-        if type(value) in (TracedTensor, TracedShape) and is_of_model(sys._getframe(1).f_code.co_filename):
-            return check(value.value if type(value) is TracedTensor else value.whole(), kinds)
-        return check(value, kinds)
 
     def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if tracer.is_recording and any(type(leaf) is TracedTensor for leaf in args):
@@ -149,22 +84,98 @@ def refuse_unsupported(tracer: Tracer) -> Iterator[None]:
             raise tracer.note(Undecided("enters torch.autocast, which its layers would not do"))
         return enter(context)  # type: ignore[no-untyped-call]
 
+    def refuse(name: str, function: Callable[..., Any], why: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            # Torch's own code calls them too, such as to choose between ways to compute the same.
+            if tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename):
+                raise tracer.note(Undecided(f"calls torch.{name}, which {why}"))
+            return function(*args, **kwargs)
+
+        return refused
+
+    queries = [(torch, name, "depends on how the model is run") for name in _CONTEXT_QUERIES]
+    seeds = [(owner, name, "its layers would not do") for owner, name in _SEEDS]
+    return [
+        *((owner, name, refuse(name, getattr(owner, name), why)) for owner, name, why in queries + seeds),
+        (torch.autograd.Function, "apply", classmethod(apply_traced)),
+        (torch.autocast, "__enter__", enter_traced),
+    ]
+
+
+def _list_conversions(tracer: Tracer) -> list[tuple[Any, str, Any]]:
+    """Return what handles traced values, each with the owner and name that it replaces.
+
+    In the model's code, `isinstance` sees the values behind traced tensors, and lists of parameters are traced. Neither
+    holds in torch's own code, some of which is C++.
+    """
+    check = builtins.isinstance
+
+    def check_traced(value: Any, kinds: Any) -> bool:
+        if type(value) in (TracedTensor, TracedShape) and is_of_model(sys._getframe(1).f_code.co_filename):
+            return check(value.value if type(value) is TracedTensor else value.whole(), kinds)
+        return check(value, kinds)
+
+    def is_tensor(value: Any) -> bool:
+        is_traced = type(value) is TracedTensor and is_of_model(sys._getframe(1).f_code.co_filename)
+        return check(value.value if is_traced else value, Tensor)
+
+    def write_training(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    def convert(function: Callable[..., Any]) -> Callable[..., Any]:
+        def converted(*args: Any, **kwargs: Any) -> Any:
+            named = [name for name in ("data", "obj") if name in kwargs]
+            args = (*(kwargs.pop(name) for name in named), *args)
+            if args and type(args[0]) is TracedTensor:
+                return tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*(one.whole() if type(one) is TracedShape else one for one in args), **kwargs)
+
+        return converted
+
+    def list_traced(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def trace(one: Any) -> Any:
+            return (one[0], trace(one[1])) if type(one) is tuple else tracer.getattr("", one, {})
+
+        def listed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            is_traced = tracer.is_recording and is_of_model(sys._getframe(1).f_code.co_filename)
+            return map(trace, function(*args, **kwargs)) if is_traced else function(*args, **kwargs)
+
+        return listed
+
+    return [
+        *((torch, name, convert(getattr(torch, name))) for name in _CONVERSIONS),
+        *((nn.Module, name, list_traced(getattr(nn.Module, name))) for name in _LISTS),
+        (nn.Module, "training", property(tracer.read_training, write_training)),
+        (torch, "is_tensor", is_tensor),
+        (builtins, "isinstance", check_traced),
+    ]
+
+
+@contextmanager
+def patch_torch(tracer: Tracer) -> Iterator[None]:
+    """Notice and refuse what a model's code asks torch and Python for."""
     list_device_constructors()  # torch caches those that it finds first, for good
-    replaced = _replace_functions(tracer)
-    own = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
-    torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
-    torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
-    builtins.isinstance = check_traced
+    replaced = _list_refusals(tracer) + _list_conversions(tracer)
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
+    for owner, name, attribute in replaced:
+        setattr(owner, name, attribute)
     try:
         yield
     finally:
-        builtins.isinstance = check
-        for owner, name, function in own:
-            setattr(owner, name, function)
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        for owner, name, attribute in reversed(before):
+            if attribute is None:  # modules have `training`, and their class does not
+                delattr(owner, name)
+            else:
+                setattr(owner, name, attribute)
+
+
+def read_settings() -> tuple[Any, ...]:
+    """Return settings of torch by which it chooses how to compute, and that the model's code may change."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    convolution = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    return attention, cuda.cudnn_sdp_enabled(), convolution, precision
 
 
 def find_line(
@@ -194,20 +205,6 @@ def find_line(
     finally:
         sys.settrace(before)
     return found
-
-
-@contextmanager
-def watch_training(tracer: Tracer) -> Iterator[None]:
-    """Notice where the code of a model reads `training`."""
-
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    nn.Module.training = property(tracer.read_training, write)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del nn.Module.training
 
 
 _CONTAINERS = dict, list, tuple, set, deque

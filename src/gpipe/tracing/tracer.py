@@ -34,14 +34,7 @@ from gpipe.tracing.errors import (
 )
 from gpipe.tracing.kept_state import find_replaced, has_others, leaves_of, own_tensors
 from gpipe.tracing.model_call import ModelCall, open_nest
-from gpipe.tracing.recording import (
-    TracedMode,
-    find_line,
-    read_settings,
-    refuse_unsupported,
-    undo_changes,
-    watch_training,
-)
+from gpipe.tracing.recording import TracedMode, find_line, patch_torch, read_settings, undo_changes
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import TracedTensor
 
@@ -115,8 +108,7 @@ class Tracer(fx.Tracer):
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
         self._settings = read_settings()
-        patches = watch_training(self), undo_changes(model), refuse_unsupported(self)
-        with patches[0], patches[1], patches[2], torch.enable_grad(), preserved_generators([]):
+        with undo_changes(model), patch_torch(self), torch.enable_grad(), preserved_generators([]):
             buffers = [(m, name, own) for m in model.modules() for name, own in m._buffers.items() if own is not None]
             seen = [(own, own._version) for _, _, real in buffers for own in (real, self._fake.from_tensor(real))]
             graph = self.trace(ModelCall(model, example))
