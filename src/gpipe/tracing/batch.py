@@ -45,13 +45,6 @@ class Numbering(NamedTuple):
     shape: tuple[int | OfBatch, ...]
 
 
-class FreeArguments(NamedTuple):
-    """The arguments of a node, with OfBatch in place of numbers that depend on the batch."""
-
-    args: Any
-    kwargs: Any
-
-
 def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> bool:
     """Return whether two graphs have the same operations on the same tensors, constants and numbers."""
     rows = [list(graph.nodes) for graph in (first, second)]
@@ -75,8 +68,10 @@ def are_sizes_read(tracers: Sequence[Tracer]) -> bool:
 
 def find_of_batch(
     graphs: Sequence[fx.Graph], tracers: Sequence[Tracer]
-) -> tuple[dict[fx.Node, FreeArguments], dict[str, Constant | Numbering]]:
-    """Return the arguments of each node of the first graph, and its constants, for any number of examples.
+) -> tuple[dict[fx.Node, tuple[Any, Any]], dict[str, Constant | Numbering]]:
+    """Return the args and kwargs of each node of the first graph, and its constants, for any number of examples.
+
+    OfBatch is in place of numbers that depend on it.
 
     Raises:
         TracingError: for another number of examples other operations run, or numbers are not linear in it.
@@ -87,11 +82,10 @@ def find_of_batch(
             at = nodes[0] or rows[0][-1]
             raise tracers[0].refuse(at, "runs different operations for a different number of examples")
     position = {node: number for row in rows for number, node in enumerate(row)}
-    found = {}
-    for nodes in zip(*rows, strict=True):
-        refuse = partial(tracers[0].refuse, nodes[0])
-        args = _join([node.args for node in nodes], position, refuse)
-        found[nodes[0]] = FreeArguments(args, _join([node.kwargs for node in nodes], position, refuse))
+    found = {
+        nodes[0]: _join([(node.args, node.kwargs) for node in nodes], position, partial(tracers[0].refuse, nodes[0]))
+        for nodes in zip(*rows, strict=True)
+    }
     makers = {str(node.target): node for node in rows[0] if node.op == "get_attr"}
     constants = {
         name: _join_constants([tracer.constants[name] for tracer in tracers], partial(tracers[0].refuse, makers[name]))

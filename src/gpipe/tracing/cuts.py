@@ -39,7 +39,7 @@ def choose_cuts(operations: Operations, flops: Mapping[fx.Node, int], changed: M
         alive = operations.find_alive(cut)
         tensors = [operations.values[0][node] for node in alive]
         travels = all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors)
-        if travels and cut not in together and (not is_size_needed or any(map(operations.has_examples, alive))):
+        if travels and cut not in together and (not is_size_needed or any(map(operations.find_examples, alive))):
             crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)
     cuts: list[int] = []
     pieces = [(0, len(nodes))]

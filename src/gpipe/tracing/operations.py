@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
 from gpipe.pipeline._compat import AnyBatchNorm
-from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch
+from gpipe.tracing.batch import BATCHES, Constant, Numbering, OfBatch
 
 
 class Operations:
@@ -18,7 +18,7 @@ class Operations:
     Args:
         model: whose operations these are.
         graph: the operations, recorded with the first number of examples.
-        arguments: what each operation and the output take, with numbers that depend on the number of examples.
+        arguments: the args and kwargs of each operation and the output, for any number of examples.
         constants: tensors that the model's code made from no input, by name.
         values: each node's value, without data, for each number of examples.
         moving: the identities of the model's buffers that its code changes.
@@ -28,7 +28,7 @@ class Operations:
         self,
         model: nn.Module,
         graph: fx.Graph,
-        arguments: Mapping[fx.Node, FreeArguments],
+        arguments: Mapping[fx.Node, tuple[Any, Any]],
         constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
         moving: Collection[int],
@@ -66,13 +66,13 @@ class Operations:
         shapes = [constant.shape for constant in constants if constant is not None]
         return any(isinstance(leaf, OfBatch) for leaf in tree_leaves((*self.arguments[node], shapes)))
 
-    def has_examples(self, node: fx.Node) -> bool:
-        """Return whether a tensor has the examples in a dimension."""
-        return find_examples([values[node] for values in self.values]) is not None
+    def find_examples(self, node: fx.Node) -> tuple[int, int] | None:
+        """Return what the function `find_examples` does, of the tensor that a node returns."""
+        return find_examples([values[node] for values in self.values])
 
     def counts_rows(self, begin: int, end: int) -> bool:
         """Return whether the operations between two cuts know the number of examples only from a multiple of it."""
-        found = (find_examples([values[node] for values in self.values]) for node in self.find_alive(begin))
+        found = map(self.find_examples, self.find_alive(begin))
         needs = any(map(self.needs_batch_size, self.nodes[begin:end]))
         return needs and all(one is None or one[1] != 1 for one in found)
 

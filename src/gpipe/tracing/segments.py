@@ -114,7 +114,8 @@ def _build_segment(operations: Operations, begin: int, end: int, form: Form) -> 
     for node in operations.nodes[begin:end]:
         made[node] = copy.operation(node, *operations.arguments[node])
     if end == len(operations.nodes):
-        graph.output(copy.substitute(operations.arguments[operations.output].args[0]))
+        (outputs,), _ = operations.arguments[operations.output]
+        graph.output(copy.substitute(outputs))
     else:
         left = [made[node] if node in made else copy.attribute(node) for node in operations.find_alive(end)]
         graph.output(left[0] if len(left) == 1 else tuple(left))
