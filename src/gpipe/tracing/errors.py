@@ -56,15 +56,11 @@ class Undecided(Exception):
 _NAME_IT = "name the submodule in which that happens, leaves=['...']"
 OF_DECISIONS = f"{_NAME_IT}, or build an nn.Sequential of the model's blocks yourself"
 """What to do about code that cannot be cut into layers."""
-OF_FAILURES = f"check the shapes and types of the example; if the model itself accepts them, {_NAME_IT}"
-"""What to do about code that fails."""
-
-
-OF_NUMBERS = {
+_OF_FAILURES = f"check the shapes and types of the example; if the model itself accepts them, {_NAME_IT}"
+_OF_NUMBERS = {  # what torch's errors about tensors without values mean
     "DataDependentOutputException": "uses the value of a tensor, as item() does",
     "DynamicOutputShapeException": "makes a tensor whose size depends on values, as x[x > 0] does",
 }
-"""What torch's errors about tensors without values mean."""
 
 
 def explain(
@@ -77,3 +73,19 @@ def explain(
     own = own or [frame for frame in found if "/nn/modules/" in frame.filename]  # a model of torch itself
     place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
     return TracingError(f"{type(model).__name__} cannot be cut into layers: {place}: {what}; {remedy}")
+
+
+def explain_failure(model: nn.Module, error: Exception, batch: int) -> TracingError:
+    """Return an error that says which line of the model's code failed, or cannot be recorded, on `batch` examples."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    kind, what, remedy = type(error).__name__, str(error), OF_DECISIONS
+    if isinstance(error, Undecided):
+        frames += [] if error.place is None else [error.place]
+    elif kind in _OF_NUMBERS:
+        what = _OF_NUMBERS[kind]
+    elif "dynamo-optimized function" in what:  # torch.fx says so, without an error of its own
+        what = "calls a function compiled by torch.compile, which its layers would not do"
+    else:
+        first_line, _, _ = what.partition("\n")
+        what, remedy = f"{kind}: {first_line.rstrip('.')}, for {batch} examples", _OF_FAILURES
+    return explain(model, frames, what + "".join(getattr(error, "__notes__", ())), remedy)

@@ -21,17 +21,7 @@ from gpipe.pipeline._compat import is_compiled
 from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
-from gpipe.tracing.errors import (
-    OF_DECISIONS,
-    OF_FAILURES,
-    OF_NUMBERS,
-    TracingError,
-    Undecided,
-    Whole,
-    explain,
-    is_of_model,
-    is_ours,
-)
+from gpipe.tracing.errors import OF_DECISIONS, TracingError, Undecided, Whole, explain, is_of_model, is_ours
 from gpipe.tracing.kept_state import find_replaced, has_others, leaves_of, own_tensors
 from gpipe.tracing.model_call import ModelCall, open_nest
 from gpipe.tracing.recording import TracedMode, find_line, patch_torch, read_settings, undo_changes
@@ -455,36 +445,3 @@ def free_name(module: nn.Module, name: str) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return the identity of the memory that a tensor is a view of."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def trace(
-    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int, **modes: Any
-) -> tuple[fx.Graph, Tracer, set[str | type[nn.Module]]]:
-    """Record a model's operations on `batch` examples.
-
-    Submodules whose code cannot be recorded become one operation each; they are returned too, among the leaves.
-
-    Raises:
-        TracingError: the model's own code cannot be recorded.
-    """
-    whole = set(leaves)
-    while True:
-        tracer = Tracer(whole, batch, **modes)
-        try:
-            return tracer.record(model, example), tracer, whole
-        except Whole as found:
-            whole.add(type(found.module))
-        except TracingError:
-            raise
-        except Exception as error:
-            frames = [*traceback.extract_tb(error.__traceback__)]
-            kind = type(error).__name__
-            what, remedy = OF_NUMBERS.get(kind, str(error)), OF_DECISIONS
-            if isinstance(error, Undecided):
-                frames += [] if error.place is None else [error.place]
-            elif "dynamo-optimized function" in what:  # torch.fx says so, without an error of its own
-                what = "calls a function compiled by torch.compile, which its layers would not do"
-            elif kind not in OF_NUMBERS:
-                what = f"{kind}: {what.partition(chr(10))[0].rstrip('.')}, for {batch} examples"
-                remedy = OF_FAILURES
-            raise explain(model, frames, what + "".join(getattr(error, "__notes__", ())), remedy) from error

@@ -9,9 +9,9 @@ from torch import fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
 from gpipe.tracing.batch import BATCHES, are_equal, are_sizes_read
-from gpipe.tracing.errors import TracingError, explain
+from gpipe.tracing.errors import TracingError, Whole, explain, explain_failure
 from gpipe.tracing.inputs import find_form
-from gpipe.tracing.tracer import Tracer, trace
+from gpipe.tracing.tracer import Tracer
 
 _FAR = 256
 """The least size to replace one of an example's, so that strides and windows do not hide the change."""
@@ -88,7 +88,18 @@ class Traces:
         return {size for size in {*sizes} if size and is_read(size)}
 
     def _record(self, batch: int = BATCHES[0], **modes: Any) -> tuple[fx.Graph, Tracer, set[Any]]:
-        return trace(self._model, self._example, self.whole, batch, odd=self._odd, **modes)
+        """Record the operations on `batch` examples; return also what is one operation each, with what was found."""
+        whole = set(self.whole)
+        while True:
+            tracer = Tracer(whole, batch, odd=self._odd, **modes)
+            try:
+                return tracer.record(self._model, self._example), tracer, whole
+            except Whole as found:
+                whole.add(type(found.module))
+            except TracingError:
+                raise
+            except Exception as error:
+                raise explain_failure(self._model, error, batch) from error
 
     def _is_same(self, graph: fx.Graph, tracer: Tracer) -> bool:
         is_read_alike = tracer.sizes_read() == self.tracers[0].sizes_read()
