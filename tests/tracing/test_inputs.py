@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -109,6 +111,7 @@ class Level(Enum):
     """Names of feature maps."""
 
     LOW = "low"
+    HIGH = "high"
 
 
 class Nested(Masked):
@@ -127,6 +130,44 @@ def test_entries_of_a_nested_dict_may_stay_and_be_named_by_anything() -> None:
     ):
         layers(({"y": x},))
     assert torch.equal(gpipe.as_layers(model, ({Level.LOW: X},))(({Level.LOW: x},)), model({Level.LOW: x}))
+
+
+class Turns(nn.Module):
+    """Multiplies tensors by the first one in a dict, which in an ordered one has been the second."""
+
+    def forward(self, maps: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        if isinstance(maps, OrderedDict):
+            maps.move_to_end(next(iter(maps)))
+        first = next(iter(maps.values()))
+        return {key: x * first for key, x in maps.items()}
+
+
+class Turning(Parts):
+    """Does so before and within one operation, with a dict of the same type, and may return one."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.turns, self.returns = Turns(), returns
+
+    def forward(self, maps: dict[Any, Tensor]) -> Any:
+        maps = type(maps)(self.turns(maps))
+        made = type(maps)((key, self.a(x)) for key, x in maps.items())
+        found = {key: self.b(x) for key, x in self.turns(made).items()}
+        return found if self.returns else next(iter(found.values()))
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("keys", [(Level.LOW, Level.HIGH), ("low", "high")])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_dicts_may_have_an_order_and_be_named_by_enums_wherever_they_go(
+    kind: type[dict[Any, Tensor]], keys: tuple[Any, Any], *, returns: bool
+) -> None:
+    model, inputs = Turning(returns=returns), kind((key, torch.randn(5, 4)) for key in keys)
+    layers, expected = gpipe.as_layers(model, (inputs.copy(),), leaves=["turns"]), model(inputs.copy())
+    for one in (layers, pickle.loads(pickle.dumps(layers))):
+        found = one((inputs.copy(),))
+        pairs = [(found[key], expected[key]) for key in expected] if returns else [(found, expected)]
+        assert all(torch.equal(*pair) for pair in pairs) and (not returns or list(found) == list(expected))
 
 
 class Updating(Parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -33,9 +34,10 @@ def open_nest(nest: Any) -> Any:
     """Return a traced nest as a nest of traced tensors, which the model's code may change as it may its own."""
     if type(nest) is not TracedTensor or not isinstance(nest.value, dict | tuple | list):
         return nest
-    if isinstance(nest.value, dict):
-        return {key: open_nest(operator.getitem(nest, key)) for key in nest.value}
     kind = type(nest.value)
+    if isinstance(nest.value, dict):
+        parts = {key: open_nest(operator.getitem(nest, key)) for key in nest.value}
+        return OrderedDict(parts) if kind is OrderedDict else parts
     parts = [open_nest(operator.getitem(nest, position)) for position in range(len(nest.value))]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from types import FrameType
@@ -262,6 +263,8 @@ class Tracer(fx.Tracer):
             )
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             return self._add_constant(a)
+        if type(a) is OrderedDict or (type(a) is dict and any(type(key) not in (str, int) for key in a)):
+            return self._add_dict(a)
         if (numpy := sys.modules.get("numpy")) is not None and isinstance(a, numpy.generic):
             return a.item()  # a number as layers' code can have it
         return super().create_arg(a)
@@ -276,6 +279,16 @@ class Tracer(fx.Tracer):
             self.values[self._constants[key]] = self._describe_constant(made)
             self._note_place(self._constants[key])
         return self._constants[key]
+
+    def _add_dict(self, made: dict[Any, Any]) -> fx.Node:
+        """Return the node that makes a dict which cannot be written in a layer's code: ordered, or of enums."""
+        entries = [(self.create_arg(key), self.create_arg(value)) for key, value in made.items()]
+        node = self.create_node("call_function", type(made), (entries,), {})
+        self.values[node] = tree_map(self._unwrap, made, is_leaf=lambda leaf: type(leaf) is TracedTensor)
+        if self._is_trained(node):
+            self._trained.add(node)
+        self._note_place(node)
+        return node
 
     def _describe_constant(self, made: Tensor) -> Tensor:
         """Return what stands, without data, for a tensor that the model's code made from no input."""
@@ -336,7 +349,7 @@ class Tracer(fx.Tracer):
             raise Undecided("changes a parameter in place, of which several layers may have copies")
         if not has_tensors:
             return found
-        return open_nest(traced) if type(value) in (dict, list) and kind != "placeholder" else traced
+        return open_nest(traced) if type(value) in (dict, OrderedDict, list) and kind != "placeholder" else traced
 
     def show(self, node: fx.Node, found: Any) -> Any:
         """Return numbers about a node's value to the code that asked for them, and note which sizes it reads.
