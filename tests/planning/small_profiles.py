@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 from gpipe.planning.ledger import Work
 from gpipe.planning.observed_model import Arrival, Input, PerPass, WaitingGradient
@@ -45,6 +47,12 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         kept_bytes=kept,
         heights=PerPass((10,), (kept,), *[backward, first_backward] * 2, backward, backward),
     )
+
+
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    """Yield the numbers of layers of the stages of every cut."""
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield [end - start for start, end in pairwise([0, *inner, num_layers])]
 
 
 def with_quiet_peak(profile: LayerProfile, size: int) -> LayerProfile:

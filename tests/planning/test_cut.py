@@ -1,8 +1,7 @@
 """The chosen partitions, beside all that there are."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from gpipe.planning.evaluation import Evaluation
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting, plan_memory, plan_step
-from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
+from tests.planning.small_profiles import LOSS, all_cuts, layer, with_quiet_peak
 
 KIB = 2**10
 LAYERS = st.builds(layer, st.integers(0, 500).map(lambda n: n * KIB), st.integers(10, 500).map(lambda n: n * KIB))
@@ -29,11 +28,6 @@ ONE_STAGE = ["gpipe", "1f1b", "split_gpipe", "zb_h1"]  # on each device
 
 def peak(profiles: list[LayerProfile], partitions: list[int], setting: Setting) -> int:
     return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
-
-
-def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
-    for inner in combinations(range(1, num_layers), num_stages - 1):
-        yield [end - start for start, end in pairwise([0, *inner, num_layers])]
 
 
 @given(st.lists(LAYERS, min_size=3, max_size=8), st.integers(1, 3), st.sampled_from(ONE_STAGE))

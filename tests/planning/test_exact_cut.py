@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.exact_cut import CutObjective, partition_layers
+from tests.planning.small_profiles import all_cuts
 
 OBJECTIVES: tuple[CutObjective, ...] = ("max", "variance")
 integer_costs = st.integers(0, 12)
@@ -26,11 +27,6 @@ costs_lists = st.lists(integer_costs, min_size=1, max_size=9) | st.lists(dyadic_
 def sums(values: Sequence[float], sizes: Sequence[int]) -> list[Fraction]:
     ends = list(itertools.accumulate(sizes))
     return [sum(map(Fraction, values[end - size : end]), Fraction(0)) for end, size in zip(ends, sizes, strict=True)]
-
-
-def every_cut(num_layers: int, num_partitions: int) -> list[list[int]]:
-    inner = itertools.combinations(range(1, num_layers), num_partitions - 1)
-    return [[b - a for a, b in itertools.pairwise((0, *cut, num_layers))] for cut in inner]
 
 
 def quality(costs: Sequence[float], sizes: list[int], objective: CutObjective) -> tuple[Fraction, ...]:
@@ -49,7 +45,7 @@ def rank(costs: Sequence[float], sizes: list[int], objective: CutObjective) -> t
 @given(costs=costs_lists, data=st.data())
 def test_the_cut_is_the_best_of_all_cuts(objective: CutObjective, costs: list[float], data: st.DataObject) -> None:
     num_partitions = data.draw(st.integers(1, len(costs)))
-    best = min(every_cut(len(costs), num_partitions), key=lambda sizes: rank(costs, sizes, objective))
+    best = min(all_cuts(len(costs), num_partitions), key=lambda sizes: rank(costs, sizes, objective))
     assert partition_layers(costs, num_partitions, objective=objective) == best
 
 
@@ -61,7 +57,7 @@ def test_the_cut_is_the_best_of_those_within_the_memory_limit(
     num_partitions = data.draw(st.integers(1, len(costs)))
     memory = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
     limit = data.draw(st.integers(0, 30))
-    legal = [sizes for sizes in every_cut(len(costs), num_partitions) if max(sums(memory, sizes)) <= limit]
+    legal = [sizes for sizes in all_cuts(len(costs), num_partitions) if max(sums(memory, sizes)) <= limit]
     if legal:
         best = min(legal, key=lambda sizes: rank(costs, sizes, objective))
         assert best == partition_layers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ from gpipe.planning.fit import Fit
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.search import Space, find_fastest
-from gpipe.planning.step import Plan, Setting, plan_step
-from tests.planning.small_profiles import LOSS, layer, with_quiet_peak
+from gpipe.planning.step import Setting, plan_step
+from tests.planning.small_profiles import LOSS, all_cuts, layer, with_quiet_peak
 
 SPEED = Speed(10.0, 10.0, 1e4, 1e3, 5.0, hop_seconds=2.0, task_seconds=1.0)
 STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 3), "zb_v": (2,)}
@@ -67,8 +67,7 @@ def find_best(model: Planner, num_devices: int, room_bytes: int) -> float | None
     num_layers = len(model.profiler(1)) - 1
     for setting in list_settings(num_devices, model.batch_size, num_layers):
         profiles, seconds, setting = model.describe(setting)
-        for inner in combinations(range(1, num_layers), setting.num_stages - 1):
-            cut = [end - start for start, end in pairwise((0, *inner, num_layers))]
+        for cut in all_cuts(num_layers, setting.num_stages):
             plan = plan_step(profiles, seconds, cut, setting, SPEED)
             if model.evaluation is not None:
                 plan = replace(plan, evaluation_bytes=model.evaluation.describe(setting).plan(cut, setting))
@@ -186,10 +185,7 @@ def test_no_cut_beats_the_bound(
     setting = Setting(num_devices * per_device, num_microbatches, mode, schedule, per_device, **ratios)
     profiles, seconds, setting = model.describe(setting)
     bound = bound_step(profiles, seconds, setting, SPEED)
-    plans: list[Plan] = []
-    for inner in combinations(range(1, len(flops)), setting.num_stages - 1):
-        cut = [end - start for start, end in pairwise((0, *inner, len(flops)))]
-        plans.append(plan_step(profiles, seconds, cut, setting, SPEED))
+    plans = [plan_step(profiles, seconds, cut, setting, SPEED) for cut in all_cuts(len(flops), setting.num_stages)]
     assert bound <= min(plan.step_seconds for plan in plans) * (1 + 1e-9)
 
 
