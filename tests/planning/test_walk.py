@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +35,7 @@ def test_a_walk_says_what_going_through_the_tasks_says(
     per_device = STAGES_PER_DEVICE.get(schedule, 1)
     num_stages = num_devices * per_device
     mode = data.draw(st.sampled_from(Rematerialize) | st.tuples(*[st.integers(0, 4)] * num_stages))
-    sizes = st.tuples(*[st.integers(0, 10**12)] * (len(fields(StageMemory)) - 1))  # and those of single parameters
+    sizes = st.tuples(*[st.integers(0, 10**12)] * (len(StageMemory._fields) - 1))  # and those of single parameters
     stages = {stage: StageMemory(*data.draw(sizes)) for stage in range(num_stages)}
     for tasks in SCHEDULES[schedule](num_stages, num_microbatches, mode, per_device):
         own = {stage: stages[stage] for stage in {task.stage for task in tasks}}

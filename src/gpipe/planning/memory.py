@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -29,59 +29,58 @@ from gpipe.pipeline.shared.sharded_optimizer import share_out
 from gpipe.planning.profile import LayerProfile
 
 
-@dataclass(frozen=True)
-class StageMemory:
+class StageMemory(NamedTuple):
     """What one stage holds; the peaks of its tasks are above what it held before, without its input.
 
+    Those up to `bucket_bytes` depend on the tasks (`_PER_STAGE`).
+
     Attributes:
-        parameter_bytes: of weights and buffers.
-        gradient_bytes: of the gradients of trainable weights.
-        statistics_bytes: what its batch norms note per micro-batch until the step ends.
         input_bytes: of one micro-batch's boundary input.
         kept_bytes: of one micro-batch's graph.
+        statistics_bytes: what its batch norms note per micro-batch until the step ends.
+        deferred_bytes: what a split backward holds until it makes the gradients of weights.
+        prompt_gradient_bytes: of the gradients of trainable weights that are never deferred.
+        deferred_gradient_bytes: of those that a split backward makes later.
         quiet_peak_bytes: of a forward whose graph keeps no tensors.
         forward_peak_bytes: of a forward with a graph, or a recomputation.
         backward_peak_bytes: of a backward when all gradients exist already; they are not counted.
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
-        deferred_bytes: what a split backward holds until it makes the gradients of weights.
-        deferred_gradient_bytes: of the gradients that are made then.
         split_peak_bytes: of a backward that defers them.
         first_split_peak_bytes: of the first such backward of a step, with the gradients that it makes.
         weights_peak_bytes: of making the deferred gradients, above what was held.
         first_weights_peak_bytes: likewise for the first time in a step, with these gradients.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
+        parameter_bytes: of weights and buffers.
         converted_bytes: of the copies of weights that autocast makes once per step.
         trainable_sizes: of each of its trainable parameters.
     """
 
-    parameter_bytes: int
-    gradient_bytes: int
-    statistics_bytes: int
     input_bytes: int
     kept_bytes: int
+    statistics_bytes: int
+    deferred_bytes: int
+    prompt_gradient_bytes: int
+    deferred_gradient_bytes: int
     quiet_peak_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     first_backward_peak_bytes: int
-    deferred_bytes: int
-    deferred_gradient_bytes: int
     split_peak_bytes: int
     first_split_peak_bytes: int
     weights_peak_bytes: int
     first_weights_peak_bytes: int
-    bucket_bytes: int = 0
-    converted_bytes: int = 0
+    bucket_bytes: int
+    parameter_bytes: int
+    converted_bytes: int
     trainable_sizes: tuple[int, ...] = ()
 
     @property
-    def prompt_gradient_bytes(self) -> int:
-        """Of the gradients that are never deferred."""
-        return self.gradient_bytes - self.deferred_gradient_bytes
+    def gradient_bytes(self) -> int:
+        """Of the gradients of trainable weights."""
+        return self.prompt_gradient_bytes + self.deferred_gradient_bytes
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """All sizes that depend on tasks, in a fixed order."""
-        return tuple(getattr(self, name) for name in _PER_STAGE)
+
+_PER_STAGE = StageMemory._fields[: StageMemory._fields.index("bucket_bytes") + 1]
 
 
 class StateRatios(NamedTuple):
@@ -173,22 +172,22 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and not sent.is_kept_before)
     weights_peak, first_weights_peak = _weights_peaks(own)
     return StageMemory(
-        parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
-        gradient_bytes=gradients,
-        statistics_bytes=sum(profile.statistics_bytes for profile in own),
         input_bytes=own[0].boundary_bytes,
         kept_bytes=kept,
+        statistics_bytes=sum(profile.statistics_bytes for profile in own),
+        deferred_bytes=deferred,
+        prompt_gradient_bytes=gradients - deferred_gradients,
+        deferred_gradient_bytes=deferred_gradients,
         quiet_peak_bytes=quiet,
         forward_peak_bytes=forward,
         backward_peak_bytes=given + backward,
         first_backward_peak_bytes=given + first_backward,
-        deferred_bytes=deferred,
-        deferred_gradient_bytes=deferred_gradients,
         split_peak_bytes=given + split,
         first_split_peak_bytes=given + first_split,
         weights_peak_bytes=weights_peak,
         first_weights_peak_bytes=first_weights_peak,
         bucket_bytes=min(gradients, max((BUCKET_BYTES, *sizes))),
+        parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         converted_bytes=sum(profile.converted_bytes for profile in own),
         trainable_sizes=sizes,
     )
@@ -230,23 +229,6 @@ def _weights_peaks(own: Sequence[LayerProfile]) -> tuple[int, int]:
     return peak, first_peak
 
 
-_PER_STAGE = (
-    "input_bytes",
-    "kept_bytes",
-    "statistics_bytes",
-    "deferred_bytes",
-    "prompt_gradient_bytes",
-    "deferred_gradient_bytes",
-    "quiet_peak_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-    "first_backward_peak_bytes",
-    "split_peak_bytes",
-    "first_split_peak_bytes",
-    "weights_peak_bytes",
-    "first_weights_peak_bytes",
-    "bucket_bytes",
-)
 _INPUT, _KEPT, _STATISTICS, _DEFERRED, _PROMPT_GRADIENT, _DEFERRED_GRADIENT, *_ = range(len(_PER_STAGE))
 _GRADIENTS = {  # which gradients a task makes
     Kind.BACKWARD: (_PROMPT_GRADIENT, _DEFERRED_GRADIENT),
@@ -347,7 +329,9 @@ class Walk:
     def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> DeviceMemory:
         """Return the most that a device with these tasks needs."""
         # Whole numbers below 2**53 are exact.
-        sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
+        sizes = torch.tensor(
+            [size for stage in self.stages for size in stages[stage][: len(_PER_STAGE)]], dtype=torch.float64
+        )
         fixed = state_bytes(stages.values(), ratios)
         gradients = sum(stage.gradient_bytes for stage in stages.values())
         converted = sum(stage.converted_bytes for stage in stages.values())
