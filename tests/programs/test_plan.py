@@ -159,6 +159,12 @@ def test_processes_count_devices_and_do_not_differ_from_them() -> None:
         find_devices(plans[1], 8)
 
 
+@pytest.mark.usefixtures("plan")
+def test_more_devices_than_a_job_may_have_processes_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^num_devices is 4097, expected a number from 1 to 4096, or null: "):
+        to_run(compose("plan", overrides=["device=h100", "num_devices=4097"]))
+
+
 def test_a_limit_that_no_size_fits_is_named(plan: Plan) -> None:
     assert plan(*SMALL, "device=h100", "find=num_layers", "pipeline.memory_limit_bytes=1000") == (
         "error: find is num_layers, but even 3 does not fit h100 with pipeline.memory_limit_bytes=1000: raise that, "

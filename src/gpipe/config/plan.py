@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import ConfigError, at_least, positive, share
+from gpipe.config.checks import MOST_PROCESSES, ConfigError, positive, share, within
 from gpipe.config.run import RunConfig
 
 
@@ -33,7 +33,7 @@ class PlanConfig(RunConfig):
     link_gb_per_second: float | None = positive()
     efficiency: float = share("a share")
     find: Find | None = MISSING
-    num_devices: int | None = at_least(1)
+    num_devices: int | None = within(1, MOST_PROCESSES)
     calibrate: bool = MISSING
 
     def __post_init__(self) -> None:
