@@ -7,7 +7,8 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
@@ -50,9 +51,11 @@ class Planner:
     seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
     evaluation: EvaluationPlanner | None = None
     varies_in_length: bool = False
-    _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
-    _layer_seconds: dict[int, list[LayerSeconds]] = field(default_factory=dict, init=False)
-    _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._profile = cache(self.profiler)
+        self._find_seconds = cache(lambda size: list((self.seconds or self.speed.seconds)(self._profile(size))))
+        self._cut = cache(lambda setting: self.cut(*self._profiles_for(setting), self._evaluate(setting)))
 
     def plan(self, setting: Setting) -> Plan:
         """Plan a step.
@@ -98,10 +101,9 @@ class Planner:
         Raises:
             ValueError: micro-batches would be too small for batch norm, or cannot be described.
         """
-        profiles, setting = self._profiles_for(setting)
-        if id(profiles) not in self._layer_seconds:  # the profiles are cached, so ids are unique
-            self._layer_seconds[id(profiles)] = list((self.seconds or self.speed.seconds)(profiles))
-        return profiles, self._layer_seconds[id(profiles)], setting
+        sizes = self._split(setting)
+        size = max(sizes)
+        return self._profile(size), self._find_seconds(size), replace(setting, num_microbatches=len(sizes))
 
     def find_microbatch_size(self, setting: Setting) -> int | None:
         """Return the size of the largest micro-batch; None if the smallest has too few examples for batch norm."""
@@ -121,11 +123,6 @@ class Planner:
 
     def _evaluate(self, setting: Setting) -> Evaluation | None:
         return None if self.evaluation is None else self.evaluation.describe(setting)
-
-    def _cut(self, setting: Setting) -> list[int]:
-        if setting not in self._partitions:
-            self._partitions[setting] = self.cut(*self._profiles_for(setting), self._evaluate(setting))
-        return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
         """Return whether each device has enough memory, and stays within the limit of the cut if that has one."""
@@ -188,10 +185,7 @@ class Planner:
     def _profiles_for(self, setting: Setting) -> tuple[list[LayerProfile], Setting]:
         """Return the profiles with the largest micro-batch, and the setting with the actual number of micro-batches."""
         sizes = self._split(setting)
-        size = max(sizes)
-        if size not in self._profiles:
-            self._profiles[size] = self.profiler(size)
-        return self._profiles[size], replace(setting, num_microbatches=len(sizes))
+        return self._profile(max(sizes)), replace(setting, num_microbatches=len(sizes))
 
     def _split(self, setting: Setting) -> list[int]:
         """Return how many examples each micro-batch of the first replica has."""
