@@ -212,10 +212,13 @@ class LayerTimer:
         norms: Sequence[MicroBatchNorm] = (),
         end_step: Callable[[], None] | None = None,
     ) -> tuple[LayerTiming, Payload]:
-        """Return the medians of the rounds that count, and the outputs without a graph."""
+        """Return the medians of the rounds that count, and the outputs without a graph.
+
+        norms: the batch norms that run, whose statistics are discarded.
+        """
         rounds = [self._run_round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
-        seconds = LayerSeconds(*map(median, zip(*(timing.seconds for timing, _ in rounds), strict=True)))
-        return LayerTiming(seconds, median(timing.update for timing, _ in rounds)), rounds[-1][1]
+        *passes, update = map(median, zip(*(seconds for seconds, _ in rounds), strict=True))
+        return LayerTiming(LayerSeconds(*passes), update), rounds[-1][1]
 
     def _run_round(
         self,
@@ -223,11 +226,8 @@ class LayerTimer:
         inputs: Payload,
         norms: Sequence[MicroBatchNorm],
         end_step: Callable[[], None] | None,
-    ) -> tuple[LayerTiming, Payload]:
-        """Run all passes once; return their seconds, and the outputs without a graph.
-
-        norms: the batch norms that run, whose statistics are discarded.
-        """
+    ) -> tuple[tuple[float, ...], Payload]:
+        """Run all passes once; return their seconds, those of a LayerTiming, and the outputs without a graph."""
         try:
             with microbatch_phase(norms, recompute=False):
                 forward = self._run_forward(run, inputs)
@@ -236,29 +236,23 @@ class LayerTimer:
             update = 0.0 if end_step is None else self._clock(end_step)[0]
         finally:
             discard(norms)
-        return LayerTiming(LayerSeconds(forward, *passes), update), outputs
+        return (forward, *passes, update), outputs
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
         """Run a forward as `Stage.forward` does for a later recomputation; return its seconds."""
+        is_plain = isinstance(run, nn.Module) and not torch.is_autocast_enabled(self._device.type)
         try:
-            with torch.no_grad() if self._does_without_graph(run) else without_saved_tensors():
+            with torch.no_grad() if is_plain and is_same_without_graph([*run.modules()]) else without_saved_tensors():
                 return self._time_forward(run, inputs)[0]
         except Exception as error:
             if not wants_saved_tensors(error):
                 raise
         return self._time_forward(run, inputs)[0]
 
-    def _does_without_graph(self, run: Callable[[Any], Any]) -> bool:
-        is_plain = not torch.is_autocast_enabled(self._device.type)
-        return is_plain and isinstance(run, nn.Module) and is_same_without_graph(list(run.modules()))
-
     def _run_again(
         self, run: Callable[[Any], Any], inputs: Payload
     ) -> tuple[tuple[float, float, float, float], Payload]:
-        """Recompute and run the backward; return their seconds, those of `weights` and `splitting`, and the outputs.
-
-        The outputs have no graph.
-        """
+        """Recompute and run the backward; return the last seconds of LayerSeconds, and the outputs without a graph."""
         recompute, payload = self._time_forward(run, inputs)
         graph, outputs = payload.tensors, payload.detach()
         roots = [tensor for tensor in graph if tensor.requires_grad]
@@ -313,7 +307,6 @@ def _end_step(layer: nn.Module, norms: Sequence[MicroBatchNorm], optimizer: torc
         optimizer.step()
 
 
-def _drop_metrics(found: Any) -> Tensor:
+def _drop_metrics(found: Any) -> Any:
     """Return the loss, also if the function returns metrics too."""
-    loss: Tensor = found[0] if isinstance(found, tuple) else found
-    return loss
+    return found[0] if isinstance(found, tuple) else found
