@@ -45,10 +45,10 @@ class Numbering(NamedTuple):
     shape: tuple[int | OfBatch, ...]
 
 
-def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> bool:
-    """Return whether two graphs have the same operations on the same tensors, constants and numbers."""
-    rows = [list(graph.nodes) for graph in (first, second)]
-    own, other = (tracer.constants for tracer in tracers)
+def are_equal(first: Tracer, second: Tracer) -> bool:
+    """Return whether two recordings have the same operations on the same tensors, constants and numbers."""
+    rows = [list(tracer.graph.nodes) for tracer in (first, second)]
+    own, other = first.constants, second.constants
     if own.keys() != other.keys() or not all(_has_values(own[name], other[name]) for name in own):
         return False
     position = {node: number for row in rows for number, node in enumerate(row)}
@@ -67,16 +67,16 @@ def are_sizes_read(tracers: Sequence[Tracer]) -> bool:
 
 
 def find_of_batch(
-    graphs: Sequence[fx.Graph], tracers: Sequence[Tracer]
+    tracers: Sequence[Tracer],
 ) -> tuple[dict[fx.Node, tuple[Any, Any]], dict[str, Constant | Numbering]]:
-    """Return the args and kwargs of each node of the first graph, and its constants, for any number of examples.
+    """Return the args and kwargs of each node of the first recording, and its constants, for any number of examples.
 
     OfBatch is in place of numbers that depend on it.
 
     Raises:
         TracingError: for another number of examples other operations run, or numbers are not linear in it.
     """
-    rows = [list(graph.nodes) for graph in graphs]
+    rows = [list(tracer.graph.nodes) for tracer in tracers]
     for nodes in zip_longest(*rows):
         if len({None if node is None else (node.op, node.target) for node in nodes}) != 1:
             at = nodes[0] or rows[0][-1]

@@ -131,7 +131,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         module.training = True  # not `model.train()`, which may do more, such as take merged weights apart
     try:
         traces = Traces(model, example, leaves, odd)
-        arguments, constants = find_of_batch(traces.graphs, traces.tracers)
+        arguments, constants = find_of_batch(traces.tracers)
         traces.refuse_decision()
         traces.refuse_sizes()
         form = find_form(example, 0, traces.find_read())
@@ -142,7 +142,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             for buffer, value in buffers:
                 buffer.copy_(value)
     tracer = traces.tracers[0]
-    operations = Operations(model, traces.graphs[0], arguments, constants, traces.values(), tracer.moving)
+    operations = Operations(model, tracer.graph, arguments, constants, traces.values(), tracer.moving)
     cuts = choose_cuts(operations, tracer.flops, tracer.changed)
     if any(operations.counts_rows(begin, end) for begin, end in pairwise([*cuts, len(operations.nodes)])):
         form = find_form(example, 0)  # with other sizes, such as the length of a text, it would be another multiple

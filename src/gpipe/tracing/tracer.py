@@ -47,6 +47,7 @@ class Tracer(fx.Tracer):
         number: what tensors are filled with for a submodule that runs for real; False instead of 2.
 
     Attributes:
+        graph: the operations, once they are recorded; its placeholder is the nest of inputs.
         values: of each node, without data.
         flops: of each node.
         changed: the storages that each node changes in place.
@@ -70,7 +71,7 @@ class Tracer(fx.Tracer):
     ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
-        self._whole, self._batch, self._training, self._odd, self._others = whole, batch, training, odd, sizes or {}
+        self.whole, self._batch, self._training, self._odd, self._others = whole, batch, training, odd, sizes or {}
         self.decision: traceback.StackSummary | None = None
         self.has_run, self._number = False, number
         self._fake = QuickFakeTensorMode(allow_non_fake_inputs=True)
@@ -89,8 +90,8 @@ class Tracer(fx.Tracer):
         self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # whether an operation runs, whose own code is not recorded
 
-    def record(self, model: nn.Module, example: Any) -> fx.Graph:
-        """Return the graph of the operations; its placeholder is the nest of inputs."""
+    def record(self, model: nn.Module, example: Any) -> None:
+        """Call a model with an example, and record the operations."""
         devices = {parameter.device for parameter in model.parameters()}
         dense = (own for own in chain(model.parameters(), model.buffers()) if own.layout is torch.strided)
         self._own_memory = {storage_of(own) for own in dense if not is_lazy(own)}
@@ -102,12 +103,11 @@ class Tracer(fx.Tracer):
         with undo_changes(model), patch_torch(self), torch.enable_grad(), preserved_generators([]):
             buffers = [(m, name, own) for m in model.modules() for name, own in m._buffers.items() if own is not None]
             seen = [(own, own._version) for _, _, real in buffers for own in (real, self._fake.from_tensor(real))]
-            graph = self.trace(ModelCall(model, example))
+            self.trace(ModelCall(model, example))
             for place, (m, name, own) in enumerate(buffers):
                 versions = seen[2 * place : 2 * place + 2]
                 if own_tensors(m).get(name) is not own or any(one._version != version for one, version in versions):
                     self.moving.add(id(own))
-            return graph
 
     def _describe(self, leaf: Any) -> Tensor | None:
         """Return a tensor of the example with this tracer's number of examples, without data."""
@@ -169,7 +169,7 @@ class Tracer(fx.Tracer):
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
         has_hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
         is_built = is_torchs or isinstance(m, torch.jit.ScriptModule) or is_compiled(m)
-        return is_built or bool(has_hooks) or name in self._whole or type(m) in self._whole
+        return is_built or bool(has_hooks) or name in self.whole or type(m) in self.whole
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""

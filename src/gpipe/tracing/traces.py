@@ -27,8 +27,7 @@ class Traces:
         odd: submodules whose mode was not the model's.
 
     Attributes:
-        graphs: the operations, for each number of examples.
-        tracers: what recorded them.
+        tracers: what recorded it, for each number of examples.
         whole: the submodules that are one operation each: the leaves, and those whose code cannot be recorded.
 
     Raises:
@@ -39,39 +38,34 @@ class Traces:
         self._model, self._example, self._odd = model, example, odd
         self.whole: set[Any] = set(leaves)
         while True:
-            found = []
+            self.tracers: list[Tracer] = []
             for batch in BATCHES:
-                found.append(self._record(batch))
-                self.whole = found[-1][2]
-            if self.whole == found[0][2]:
+                self.tracers.append(self._record(batch))
+                self.whole = self.tracers[-1].whole
+            if self.whole == self.tracers[0].whole:
                 break
-        self.graphs = [graph for graph, _, _ in found]
-        self.tracers = [tracer for _, tracer, _ in found]
 
     def values(self) -> list[dict[fx.Node, Any]]:
         """Return the value, without data, of each node of the first graph, for each number of examples."""
-        nodes = self.graphs[0].nodes
-        return [
-            dict(zip(nodes, map(tracer.values.get, graph.nodes), strict=True))
-            for graph, tracer in zip(self.graphs, self.tracers, strict=True)
-        ]
+        nodes = self.tracers[0].graph.nodes
+        rows = (map(tracer.values.get, tracer.graph.nodes) for tracer in self.tracers)
+        return [dict(zip(nodes, row, strict=True)) for row in rows]
 
     def refuse_decision(self) -> None:
         """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
-        if (decision := self.tracers[0].decision) is not None:
-            graph, tracer, _ = self._record(training=False)
-            if not are_equal(self.graphs[0], graph, (self.tracers[0], tracer)):
-                raise explain(self._model, decision, "decides by self.training")
+        decision = self.tracers[0].decision
+        if decision is not None and not are_equal(self.tracers[0], self._record(training=False)):
+            raise explain(self._model, decision, "decides by self.training")
 
     def refuse_sizes(self) -> None:
         """Refuse a model whose code reads a size that depends on values, such as the length of the longest text."""
         if not self.tracers[0].has_run:
             return
         try:
-            graph, tracer, whole = self._record(number=2)
+            other = self._record(number=2)
         except TracingError:
             return  # such as for an index beyond a table
-        if whole == self.whole and not self._is_same(graph, tracer):
+        if other.whole == self.whole and not self._is_same(other):
             raise explain(self._model, [], "reads a size of what a submodule returns, which depends on values")
 
     def find_read(self) -> set[int]:
@@ -79,21 +73,22 @@ class Traces:
 
         def is_read(size: int) -> bool:
             try:
-                graph, tracer, whole = self._record(sizes={size: max(2, -(-_FAR // size)) * size})
+                other = self._record(sizes={size: max(2, -(-_FAR // size)) * size})
             except TracingError:
                 return True
-            return whole != self.whole or not self._is_same(graph, tracer)
+            return other.whole != self.whole or not self._is_same(other)
 
         sizes = tree_leaves(find_form(self._example, 0)) if are_sizes_read(self.tracers) else ()
         return {size for size in {*sizes} if size and is_read(size)}
 
-    def _record(self, batch: int = BATCHES[0], **modes: Any) -> tuple[fx.Graph, Tracer, set[Any]]:
-        """Record the operations on `batch` examples; return also what is one operation each, with what was found."""
+    def _record(self, batch: int = BATCHES[0], **modes: Any) -> Tracer:
+        """Record the operations on `batch` examples; what is found to be one operation each is among `whole` there."""
         whole = set(self.whole)
         while True:
             tracer = Tracer(whole, batch, odd=self._odd, **modes)
             try:
-                return tracer.record(self._model, self._example), tracer, whole
+                tracer.record(self._model, self._example)
+                return tracer
             except Whole as found:
                 whole.add(type(found.module))
             except TracingError:
@@ -101,6 +96,5 @@ class Traces:
             except Exception as error:
                 raise explain_failure(self._model, error, batch) from error
 
-    def _is_same(self, graph: fx.Graph, tracer: Tracer) -> bool:
-        is_read_alike = tracer.sizes_read() == self.tracers[0].sizes_read()
-        return is_read_alike and are_equal(self.graphs[0], graph, (self.tracers[0], tracer))
+    def _is_same(self, other: Tracer) -> bool:
+        return other.sizes_read() == self.tracers[0].sizes_read() and are_equal(self.tracers[0], other)
