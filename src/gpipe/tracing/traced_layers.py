@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from gpipe.pipeline._compat import is_compiled
 from gpipe.tracing.batch import find_of_batch
-from gpipe.tracing.cuts import choose_cuts
 from gpipe.tracing.errors import TracingError
 from gpipe.tracing.inputs import find_form
-from gpipe.tracing.operations import Operations
+from gpipe.tracing.operations import Operations, choose_cuts
 from gpipe.tracing.segments import build_segments
 from gpipe.tracing.tracer import free_name
 from gpipe.tracing.traces import Traces
