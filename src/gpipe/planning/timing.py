@@ -240,9 +240,10 @@ class LayerTimer:
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
         """Run a forward as `Stage.forward` does for a later recomputation; return its seconds."""
-        is_plain = isinstance(run, nn.Module) and not torch.is_autocast_enabled(self._device.type)
+        is_plain = isinstance(run, nn.Module) and is_same_without_graph(list(run.modules()))
+        needs_graph = torch.is_autocast_enabled(self._device.type) or not is_plain
         try:
-            with torch.no_grad() if is_plain and is_same_without_graph([*run.modules()]) else without_saved_tensors():
+            with without_saved_tensors() if needs_graph else torch.no_grad():
                 return self._time_forward(run, inputs)[0]
         except Exception as error:
             if not wants_saved_tensors(error):

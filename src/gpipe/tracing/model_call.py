@@ -36,8 +36,8 @@ def open_nest(nest: Any) -> Any:
         return nest
     kind = type(nest.value)
     if isinstance(nest.value, dict):
-        parts = {key: open_nest(operator.getitem(nest, key)) for key in nest.value}
-        return OrderedDict(parts) if kind is OrderedDict else parts
+        entries = {key: open_nest(operator.getitem(nest, key)) for key in nest.value}
+        return OrderedDict(entries) if kind is OrderedDict else entries
     parts = [open_nest(operator.getitem(nest, position)) for position in range(len(nest.value))]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 

@@ -61,7 +61,7 @@ class Tracer(fx.Tracer):
 
     def __init__(
         self,
-        whole: Collection[str | type[nn.Module]],
+        whole: set[Any],
         batch: int,
         *,
         training: bool = True,
