@@ -62,6 +62,7 @@ class KnownProfiles:
                     break
 
     def _find_between(self, size: int) -> list[LayerProfile] | None:
+        """Return None if there are no two that differ in numbers alone, or if these must be exact and are not."""
         below = max((known for known in self._described if known < size), default=None)
         above = min((known for known in self._described if known > size), default=None)
         if below is None or above is None:
@@ -71,26 +72,20 @@ class KnownProfiles:
             """Interpolate in integers: numbers of FLOPs exceed those that floats represent exactly."""
             return one + (size - below) * (other - one) // (above - below)
 
-        ends = self._described[below], self._described[above]
-        return _interpolate_all(*ends, interpolate, is_exact=not self._estimates)
+        ends = list(zip(self._described[below], self._described[above], strict=True))
+        made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
+        try:
+            for one, other in ends:
+                if (id(one), id(other)) not in made:
+                    found = _interpolate_profile(one, other, interpolate, is_exact=not self._estimates)
+                    made[id(one), id(other)] = found
+        except _DifferentError:
+            return None
+        return [made[id(one), id(other)] for one, other in ends]
 
 
 class _DifferentError(Exception):
     """Two profiles differ in more than numbers."""
-
-
-def _interpolate_all(
-    small: Sequence[LayerProfile], large: Sequence[LayerProfile], between: _Between, *, is_exact: bool
-) -> list[LayerProfile] | None:
-    """Interpolate; return None if the two differ in more than numbers, or if it must be exact and is not."""
-    made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
-    try:
-        for one, other in zip(small, large, strict=True):
-            if (id(one), id(other)) not in made:
-                made[id(one), id(other)] = _interpolate_profile(one, other, between, is_exact=is_exact)
-    except _DifferentError:
-        return None
-    return [made[id(one), id(other)] for one, other in zip(small, large, strict=True)]
 
 
 def _interpolate_profile(one: LayerProfile, other: LayerProfile, between: _Between, *, is_exact: bool) -> LayerProfile:
