@@ -28,11 +28,7 @@ def simulate(
 
 
 class Simulation:
-    """A schedule that is simulated many times: what each task waits for is looked up once.
-
-    Raises:
-        ValueError: a task waits for one that never runs.
-    """
+    """A schedule that is simulated many times, as `simulate` does: what each task waits for is looked up once."""
 
     def __init__(self, schedule: StepSchedule) -> None:
         num_stages = count_stages(schedule)
