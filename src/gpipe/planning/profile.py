@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -217,11 +217,9 @@ def profile_layers(
     Raises:
         ValueError: a layer cannot be described without data, for example because it reads the values of its input.
     """
+    describe = partial(_profile, loss, example, autocast, measured, training)
     shortened = Shortened.of(layers)
-    found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    whole = shortened.expand(found)
-    if whole is None:
-        whole = _profile(list(layers), loss, example, autocast, measured, training=training)
+    whole = shortened.expand(describe(shortened.layers)) or describe(list(layers))
     counts = count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
@@ -237,13 +235,12 @@ def count_tied_parameters(layers: nn.Sequential) -> list[int]:
 
 
 def _profile(
-    layers: Sequence[nn.Module],
     loss: Callable[[Any, Any], Any],
     example: tuple[Any, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
     measured: OperationMemory | None,
-    *,
     training: bool,
+    layers: Sequence[nn.Module],
 ) -> list[LayerProfile]:
     with QuickFakeTensorMode(), preserved_generators(()), torch.device("cpu"):
         copies, constants = copy_layers(layers)
