@@ -23,9 +23,9 @@ from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.tracing.errors import OF_DECISIONS, TracingError, Undecided, Whole, explain, is_of_model, is_ours
-from gpipe.tracing.kept_state import find_replaced, has_others, leaves_of, own_tensors
+from gpipe.tracing.kept_state import find_replaced, has_others, leaves_of, own_tensors, undo_changes
 from gpipe.tracing.model_call import ModelCall, open_nest
-from gpipe.tracing.recording import TracedMode, find_line, patch_torch, read_settings, undo_changes
+from gpipe.tracing.recording import TracedMode, find_line, patch_torch, read_settings
 from gpipe.tracing.traced_shape import TracedShape
 from gpipe.tracing.traced_tensor import TracedTensor
 
