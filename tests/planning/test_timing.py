@@ -117,5 +117,5 @@ def test_layers_are_timed_compiled_where_a_run_compiles_them() -> None:
 
 
 def test_no_repeats_are_refused() -> None:
-    with pytest.raises(ValueError, match="repeats is 0, expected 1 or more"):
+    with pytest.raises(ValueError, match=r"^repeats is 0, expected 1 or more: time every layer at least once\.$"):
         LayerTimer(CPU, 0, sgd)
