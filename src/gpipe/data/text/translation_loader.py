@@ -2,8 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ SHARD_SENTENCES = 1 << 19
 _SHARD_BATCHES = 16
 
 Bounds = list[tuple[int, int]]  # of each mini-batch: its first sentence, and the first of the next one
+Shard = NDArray[np.int64]  # pairs of a part of an epoch, [3, pairs]: their numbers, and the lengths of both sides
 TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
@@ -100,7 +100,7 @@ class TranslationLoader(EpochPosition):
             most = max(1, self._num_batches // _SHARD_BATCHES)
             self._num_shards = min(most, max(1, int(np.ceil(draws.sum() / shard_sentences))))
         else:
-            self._num_batches = len(self._plan_evaluation(corpus).bounds)
+            self._num_batches = len(self._plan_evaluation(corpus)[1])
             self._num_shards = 1
         self._corpus = corpus if load_inputs or load_targets else None
 
@@ -117,9 +117,9 @@ class TranslationLoader(EpochPosition):
             in_shard = shown[bisect_left(shown, first) : bisect_left(shown, end)]
             if not in_shard:
                 continue
-            shard = self._plan_shard(self._corpus, number, first, end)
+            shard, bounds = self._plan_shard(self._corpus, number, first, end)
             for batch_number in in_shard:
-                batch = self._batch(self._corpus, shard, *shard.bounds[batch_number - first])
+                batch = self._batch(self._corpus, shard[:, slice(*bounds[batch_number - first])])
                 self.wait_seconds += time.perf_counter() - started
                 yield batch
                 started = time.perf_counter()
@@ -138,7 +138,7 @@ class TranslationLoader(EpochPosition):
         """Return the first mini-batch of a shard. Shards are equally long: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
 
-    def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
+    def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> tuple[Shard, Bounds]:
         """Plan the shard that has the mini-batches first .. end - 1 of the epoch."""
         if self._walk is None:
             return self._plan_evaluation(corpus)
@@ -147,31 +147,29 @@ class TranslationLoader(EpochPosition):
         start, stop = (self.epoch + batch / self._num_batches for batch in (first, end))
         stretch = 1.0
         while True:
-            drawn = _Shard.of(corpus, self._walk.draw(start, stop + (stretch - 1.0) * (stop - start)))
+            drawn = _look_up(corpus, self._walk.draw(start, stop + (stretch - 1.0) * (stop - start)))
             # Sentences of equal length come in random order.
-            shard = drawn.take(generator.permutation(len(drawn.numbers))).sort()
+            shard = _sort(drawn[:, generator.permutation(drawn.shape[1])])
             bounds = [each for each in self._cut(shard) if each[1] - each[0] >= self._num_replicas]
             if len(bounds) >= num_batches:
-                chosen = generator.permutation(len(bounds))[:num_batches]
-                shard.bounds = [bounds[each] for each in chosen]
-                return shard
+                return shard, [bounds[each] for each in generator.permutation(len(bounds))[:num_batches]]
             stretch *= 1.05 * num_batches / max(1, len(bounds))
 
-    def _plan_evaluation(self, corpus: ParallelCorpus) -> "_Shard":
-        shard = _Shard.of(corpus, [np.arange(num) for num in corpus.num_pairs()]).sort()
-        shard.bounds = self._cut(shard)
-        return shard
+    def _plan_evaluation(self, corpus: ParallelCorpus) -> tuple[Shard, Bounds]:
+        shard = _sort(_look_up(corpus, [np.arange(num) for num in corpus.num_pairs()]))
+        return shard, self._cut(shard)
 
-    def _cut(self, shard: "_Shard") -> Bounds:
-        return cut_by_tokens(np.maximum(shard.sources, shard.targets), self._batch_size)
+    def _cut(self, shard: Shard) -> Bounds:
+        return cut_by_tokens(shard[1:].max(axis=0), self._batch_size)
 
-    def _batch(self, corpus: ParallelCorpus, shard: "_Shard", start: int, end: int) -> TranslationBatch:
-        """Return this replica's part of a mini-batch, as wide as the whole mini-batch."""
-        own = shard.numbers[start:end][self._replica_index :: self._num_replicas]
-        tokens = corpus.pad("targets", own, int(shard.targets[start:end].max()))
+    def _batch(self, corpus: ParallelCorpus, pairs: Shard) -> TranslationBatch:
+        """Return this replica's part of a mini-batch of these pairs, as wide as the whole mini-batch."""
+        own = pairs[0, self._replica_index :: self._num_replicas]
+        _, source_width, target_width = pairs.max(axis=1)
+        tokens = corpus.pad("targets", own, target_width)
         inputs, targets = None, None
         if self._load_inputs:
-            source = corpus.pad("sources", own, int(shard.sources[start:end].max()))
+            source = corpus.pad("sources", own, source_width)
             inputs = torch.from_numpy(source), torch.from_numpy(_shift_right(tokens))
         if self._load_targets:
             languages = corpus.language_numbers(own)
@@ -179,7 +177,7 @@ class TranslationLoader(EpochPosition):
         return inputs, targets
 
 
-def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
+def cut_by_tokens(lengths: NDArray[np.integer], batch_size: int) -> Bounds:
     """Cut sentences into mini-batches that are as long as possible.
 
         lengths  1 1 2 2 2 3 | 4 4 5 | 7 7 | 9      batch_size 18: sentences x the longest
@@ -198,38 +196,24 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
     return bounds
 
 
-@dataclass
-class _Shard:
-    """The pairs of a part of an epoch: their numbers, their lengths, and the bounds of the mini-batches."""
+def _look_up(corpus: ParallelCorpus, drawn: Sequence[NDArray[np.int64]]) -> Shard:
+    """Look up the lengths of the drawn pairs of each language."""
+    languages = zip(corpus.languages, corpus.firsts, drawn, strict=True)
+    shown = [(corpus.pairs(language), first, rows) for language, first, rows in languages if len(rows)]
+    for pairs, _, rows in shown:
+        pairs.prefetch(rows)
+    parts = [
+        np.stack([first + rows, pairs.sources.get_lengths(rows), pairs.targets.get_lengths(rows)])
+        for pairs, first, rows in shown
+    ]
+    return np.concatenate([np.empty((3, 0), np.int64), *parts], axis=1)
 
-    numbers: NDArray[np.int64]
-    sources: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    bounds: Bounds
 
-    @classmethod
-    def of(cls, corpus: ParallelCorpus, drawn: list[NDArray[np.int64]]) -> "_Shard":
-        """Look up the lengths of the drawn pairs of each language."""
-        numbers = [first + rows for first, rows in zip(corpus.firsts, drawn, strict=True)]
-        sources, targets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        shown = {language: rows for language, rows in zip(corpus.languages, drawn, strict=True) if len(rows)}
-        for language, rows in shown.items():
-            corpus.pairs(language).prefetch(rows)
-        for language, rows in shown.items():
-            pairs = corpus.pairs(language)
-            sources.append(pairs.sources.get_lengths(rows))
-            targets.append(pairs.targets.get_lengths(rows))
-        return cls(np.concatenate(numbers), np.concatenate(sources), np.concatenate(targets), [])
-
-    def take(self, order: NDArray[np.int64]) -> "_Shard":
-        """Return the pairs in another order."""
-        return _Shard(self.numbers[order], self.sources[order], self.targets[order], [])
-
-    def sort(self) -> "_Shard":
-        """Sort the pairs stably by the length of the longer side, of the source, and of the target."""
-        sources, targets = self.sources.astype(np.int64), self.targets.astype(np.int64)
-        keys = np.maximum(sources, targets) << 42 | sources << 21 | targets
-        return self.take(np.argsort(keys, kind="stable"))
+def _sort(shard: Shard) -> Shard:
+    """Sort the pairs stably by the length of the longer side, of the source, and of the target."""
+    _, sources, targets = shard
+    keys = np.maximum(sources, targets) << 42 | sources << 21 | targets
+    return shard[:, np.argsort(keys, kind="stable")]
 
 
 def _shift_right(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
