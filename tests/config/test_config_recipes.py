@@ -109,7 +109,7 @@ def test_every_micro_batch_of_an_epoch_has_images_enough(experiment: str, data: 
             table.num_train_images, run.trainer.batch_size // num_replicas, 0, shuffle=True, replica_index=replica,
             num_replicas=num_replicas, drop_last=True, noun="image",
         )  # fmt: skip
-        sizes |= {len(part) for part in loader._parts()}
+        sizes |= {len(part) for _, part in loader._parts()}
     smallest = min(min(microbatch_sizes(size, run.pipeline.num_microbatches)) for size in sizes)
     assert smallest >= to_plain(run)["model"]["min_microbatch_size"] == 8
 

@@ -1,7 +1,6 @@
 """Mini-batches of any torch Dataset."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -12,7 +11,7 @@ from gpipe.data.epoch_loader import EpochLoader, EpochOptions
 from gpipe.data.randomness import preserve_generators, seed_mini_batch, seed_sample
 
 
-class DatasetLoader(EpochLoader):
+class DatasetLoader(EpochLoader[tuple[Any, Any]]):
     """Yields the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
 
     A resumed run sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch).
@@ -45,25 +44,16 @@ class DatasetLoader(EpochLoader):
         super().__init__(num_examples, batch_size, seed, noun="example", **options)
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the mini-batches of batch_numbers."""
-        self.wait_seconds = 0.0
-        numbers = self._batch_numbers()
-        parts: Sequence[list[int]] = [part.tolist() for part in self._parts()]
+    def _read(self) -> Iterator[tuple[Any, Any]]:
         reader = DataLoader(
             _SeededBatches(self._dataset, self._collate, self._seed, self.epoch),
             batch_size=None,  # a request is a whole mini-batch
-            sampler=list(zip(numbers, parts, strict=True)),
+            sampler=[(number, indices.tolist()) for number, indices in self._parts()],
             collate_fn=keep_batch,
             num_workers=self._num_workers,
             generator=torch.Generator(),  # otherwise it draws from the global one
         )
-        batches = iter(reader)
-        for _ in parts:
-            started = time.perf_counter()
-            batch = next(batches)
-            self.wait_seconds += time.perf_counter() - started
-            yield _unpack(batch)
+        return map(_unpack, reader)
 
 
 @dataclass(eq=False)

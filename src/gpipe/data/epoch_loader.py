@@ -1,19 +1,22 @@
 """The order in which an epoch shows the examples, and this replica's part of each mini-batch."""
 
 import math
-from collections.abc import Sequence
-from typing import Required, TypedDict
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Required, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpipe.data.randomness import draw_epoch_order
 
+Batch = TypeVar("Batch")
 
-class EpochPosition:
+
+class EpochPosition(Generic[Batch]):
     """What all loaders share: the seed, the epoch, and this process's replica.
 
-    A subclass sets `_num_batches`, the number of mini-batches per epoch.
+    A subclass sets `_num_batches`, the number of mini-batches per epoch, and its `_read` reads those of batch_numbers.
 
     Raises:
         ValueError: the seed is negative, or replica_index is outside 0 .. num_replicas - 1.
@@ -49,6 +52,18 @@ class EpochPosition:
         """Return the number of mini-batches per epoch; batch_numbers do not change it."""
         return self._num_batches
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the mini-batches of batch_numbers."""
+        self.wait_seconds, self.num_replaced = 0.0, 0
+        started = time.perf_counter()
+        for batch in self._read():
+            self.wait_seconds += time.perf_counter() - started
+            yield batch
+            started = time.perf_counter()
+
+    def _read(self) -> Iterable[Batch]:
+        raise NotImplementedError
+
     def _batch_numbers(self) -> Sequence[int]:
         """Return the numbers of the mini-batches of the next iteration."""
         numbers = range(len(self)) if self.batch_numbers is None else self.batch_numbers
@@ -73,7 +88,7 @@ class EpochOptions(TypedDict, total=False):
     drop_last: bool
 
 
-class EpochLoader(EpochPosition):
+class EpochLoader(EpochPosition[Batch]):
     """What all loaders of examples share: which examples are in which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
@@ -123,9 +138,9 @@ class EpochLoader(EpochPosition):
             )
         self._num_batches = num_examples // size if drop_last else math.ceil(num_examples / size)
 
-    def _parts(self) -> list[NDArray[np.int64]]:
-        """Return the indices of this replica's part of each mini-batch of the next iteration."""
+    def _parts(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """Return the number of each mini-batch of the next iteration, with the indices of this replica's part."""
         num, size = self._num_examples, self._mini_batch_size
-        numbers = self._batch_numbers()
         order = draw_epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
-        return [order[size * n : size * (n + 1)][self._replica_index :: self._num_replicas] for n in numbers]
+        own = slice(self._replica_index, None, self._num_replicas)
+        return [(n, order[size * n : size * (n + 1)][own]) for n in self._batch_numbers()]

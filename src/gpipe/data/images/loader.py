@@ -2,10 +2,10 @@
 
 import multiprocessing
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
@@ -30,7 +30,7 @@ _Request: TypeAlias = tuple[int, int, NDArray[np.int64]]  # epoch, number of the
 _Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the images, and why some indices are broken
 
 
-class ImageLoader(EpochLoader):
+class ImageLoader(EpochLoader[Batch]):
     """Yields the mini-batches of an epoch: (images [n, channels, h, w] or None, labels int64 [n]).
 
     A new iteration ends the previous one. If images are mixed, or have several labels each, float32 targets [n,
@@ -101,24 +101,18 @@ class ImageLoader(EpochLoader):
             )
             self._images = self._open()
         # Kept here: an abandoned iteration must not keep the worker processes alive.
-        self._answers: Iterator[_Answer] = iter(())
+        self._answers: Iterator[_Answer | None] = iter(())
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the mini-batches of batch_numbers."""
-        numbers, parts = self._batch_numbers(), self._parts()
-        self._requests[:] = [(self.epoch, number, indices) for number, indices in zip(numbers, parts, strict=True)]
-        self.wait_seconds, self.num_replaced = 0.0, 0
-        if self._images is not None:
-            self._answers = iter(self._images)
+    def _read(self) -> Iterator[Batch]:
+        self._requests[:] = [(self.epoch, number, indices) for number, indices in self._parts()]
+        self._answers = repeat(None) if self._images is None else iter(self._images)
         for epoch, number, indices in tuple(self._requests):
-            started = time.perf_counter()
-            answer = None if self._images is None else next(self._answers)
-            self.wait_seconds += time.perf_counter() - started
+            images = self._accept(next(self._answers), indices)
             targets = torch.from_numpy(self._labels[indices])
             targets = targets.float() if targets.dtype == torch.bool else targets  # several labels each
             if self._mixing is not None:
                 targets = self._mixing.mix_labels(targets, self._seed, epoch, number)
-            yield self._accept(answer, indices), targets
+            yield images, targets
 
     def close(self) -> None:
         """End the worker processes; the next iteration starts new ones.

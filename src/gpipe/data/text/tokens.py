@@ -1,6 +1,5 @@
 """Token sets, which are sequences of tokens by index, and their mini-batches."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Unpack
@@ -51,7 +50,7 @@ class RandomTokens:
         return generator.integers(self.vocabulary_size, size=self.sequence_length + 1)
 
 
-class TokenLoader(EpochLoader):
+class TokenLoader(EpochLoader[tuple[Tensor, Tensor]]):
     """Yields the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time].
 
     Looking tokens up costs next to nothing, so there are no worker processes, and every stage loads both. Arguments and
@@ -62,13 +61,7 @@ class TokenLoader(EpochLoader):
         super().__init__(len(token_set), batch_size, seed, noun="sequence", **options)
         self._token_set = token_set
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the mini-batches of batch_numbers."""
-        parts = self._parts()
-        self.wait_seconds = 0.0
-        for indices in parts:
-            started = time.perf_counter()
+    def _read(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _, indices in self._parts():
             sequences = torch.from_numpy(np.stack([self._token_set.sequence(int(index)) for index in indices]))
-            inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
-            self.wait_seconds += time.perf_counter() - started
-            yield inputs, targets
+            yield sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

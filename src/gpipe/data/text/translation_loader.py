@@ -1,6 +1,5 @@
 """Mini-batches of sentence pairs for one training process."""
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +24,7 @@ Shard = NDArray[np.int64]  # pairs of a part of an epoch, [3, pairs]: their numb
 TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
-class TranslationLoader(EpochPosition):
+class TranslationLoader(EpochPosition[TranslationBatch]):
     """Yields the mini-batches of an epoch: ((source, previous), {"tokens", "language"}), int64.
 
         source    a1 a2 a3 </s>       previous  </s> b1 b2       tokens  b1 b2 </s>       language  17
@@ -104,14 +103,11 @@ class TranslationLoader(EpochPosition):
             self._num_shards = 1
         self._corpus = corpus if load_inputs or load_targets else None
 
-    def __iter__(self) -> Iterator[TranslationBatch]:
-        """Yield the mini-batches of batch_numbers."""
+    def _read(self) -> Iterator[TranslationBatch]:
         shown = self._batch_numbers()
-        self.wait_seconds = 0.0
         if self._corpus is None:
             yield from ((None, None) for _ in shown)
             return
-        started = time.perf_counter()
         for number in range(self._num_shards):
             first, end = self._first_batch(number), self._first_batch(number + 1)
             in_shard = shown[bisect_left(shown, first) : bisect_left(shown, end)]
@@ -119,10 +115,7 @@ class TranslationLoader(EpochPosition):
                 continue
             shard, bounds = self._plan_shard(self._corpus, number, first, end)
             for batch_number in in_shard:
-                batch = self._batch(self._corpus, shard[:, slice(*bounds[batch_number - first])])
-                self.wait_seconds += time.perf_counter() - started
-                yield batch
-                started = time.perf_counter()
+                yield self._batch(self._corpus, shard[:, slice(*bounds[batch_number - first])])
 
     def _check_batch_size(self, name: str, longest: int, num_pairs: int) -> None:
         if self._batch_size < longest * self._num_replicas:
