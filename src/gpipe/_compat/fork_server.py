@@ -19,10 +19,11 @@ def kill_fork_server() -> None:
     server._stop()
 
 
-def exit_with_fork_server() -> None:
-    """Let the system kill this process, which was forked, when its fork server exits.
+def exit_with_fork_server(worker: int) -> None:  # noqa: ARG001 - torch passes it
+    """Let the system kill this worker when its fork server exits, which happens once the training process is gone.
 
-    The server exits when no process holds a certain pipe open, so this process closes it.
+    Otherwise torch's worker looks for its parent only every five seconds, and not while it decodes, hangs or is
+    stopped. The server exits when no process holds a certain pipe open, so this process closes it.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # noqa: TID251
     # Does nothing on systems other than Linux.

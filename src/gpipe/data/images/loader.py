@@ -96,7 +96,7 @@ class ImageLoader(EpochLoader[Batch]):
                 persistent_workers=num_workers > 0,
                 pin_memory=pin_memory,
                 multiprocessing_context=_make_context() if num_workers else None,
-                worker_init_fn=_end_with_parent,
+                worker_init_fn=exit_with_fork_server,
                 generator=torch.Generator(),  # otherwise each iteration draws from the global one
             )
             self._images = self._open()
@@ -231,12 +231,3 @@ def _make_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
-    """Let the system kill this worker when its fork server exits, which happens once the training process is gone.
-
-    Otherwise a worker looks for its parent only every five seconds, and not while it decodes, hangs or is stopped. It
-    would also keep the fork server alive, which exits when no process has a certain pipe open.
-    """
-    exit_with_fork_server()
