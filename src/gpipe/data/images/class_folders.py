@@ -1,8 +1,7 @@
 """The reader of image files in one folder per class, as most tools expect: ImageNet-2012, and the user's own images."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
@@ -72,18 +71,18 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     if share is None:
         return open_class_folders(root, split)
     folder = find_training_folder(root)
-    return _open(folder, _list_classes(folder), partial(take_share, split=split, share=share))
+    return _open(folder, _list_classes(folder), split, share)
 
 
-def take_share(images: Sequence[str], class_name: str, split: str, share: float) -> list[int]:
-    """Return the positions of the images of one class that belong to a split; each split has at least one."""
+def take_share(images: Sequence[str], class_name: str, split: str, share: float) -> list[str]:
+    """Return the images of one class that belong to a split; each split has at least one."""
     if len(set(images)) < 2:
         count = "one image" if images else "no image that is not listed under another class first"
         raise ValueError(
             f"the class {class_name} has {count}, expected 2 or more to divide between the splits; add another"
         )
     drawn = draw_share(images, share)
-    return [position for position, image in enumerate(images) if (image in drawn) == (split == "test")]
+    return [image for image in images if (image in drawn) == (split == "test")]
 
 
 def draw_share(images: Sequence[str], share: float) -> set[str]:
@@ -101,15 +100,13 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
 
     The classes are the folders of root/train, sorted. Links are followed.
     """
-    return _open(root / _FOLDERS[split], _find_classes(root))
+    return _open(root / _FOLDERS[split], _find_classes(root), split, None)
 
 
-def _open(
-    folder: Path, class_names: Sequence[str], choose: Callable[[list[str], str], list[int]] | None = None
-) -> ImageFiles:
+def _open(folder: Path, class_names: Sequence[str], split: str, share: float | None) -> ImageFiles:
     """List the images in a folder of each class, sorted by class, folder and name; leave out hidden files.
 
-    `choose` maps the images of a class, and its name, to the positions of those to keep; None keeps all.
+    With a share, only those of the split; None takes all.
     """
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
@@ -128,7 +125,7 @@ def _open(
                 f"{folder / class_name} has no image, expected files that end with {', '.join(IMAGE_SUFFIXES)}; unpack "
                 "the set's archive again, or remove the folder"
             )
-        kept = found if choose is None else [found[position] for position in choose(found, class_name)]
+        kept = found if share is None else take_share(found, class_name, split, share)
         names += kept
         labels += [label] * len(kept)
         left_out += [path for path, counts in files if not counts]

@@ -110,7 +110,7 @@ def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
         of_class: dict[str, list[str]] = {label: [] for label in table.classes}
         for row in first.values():
             of_class[table.labels[row][0]].append(table.names[row])
-        drawn = {own[position] for label, own in of_class.items() for position in take_share(own, label, "test", share)}
+        drawn = {name for label, own in of_class.items() for name in take_share(own, label, "test", share)}
     return {row for row, image in enumerate(images) if table.names[first[image]] in drawn}
 
 
