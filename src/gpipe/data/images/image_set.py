@@ -60,7 +60,6 @@ class ImageArray:
         self.class_names = list(class_names)
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
@@ -104,7 +103,6 @@ class ImageFiles:
         return [f"{files} below {self.root} left out, such as {first}: convert those that are images to JPEG or PNG"]
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.labels)
 
     def path(self, index: int) -> Path:

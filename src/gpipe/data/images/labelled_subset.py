@@ -17,7 +17,6 @@ class ImageSubset:
         self.labels, self.class_names = image_set.labels[positions], image_set.class_names
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self._positions)
 
     def image(self, index: int) -> Image.Image:

@@ -116,7 +116,6 @@ class RandomImages:
         self.class_names = [str(label) for label in range(_NUM_CLASSES)]
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:

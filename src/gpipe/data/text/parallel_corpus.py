@@ -32,7 +32,6 @@ class LanguagePairs:
         self.sources, self.targets, self.skipped = sources, targets, skipped or Skipped()
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
         return len(self.sources)
 
     @cached_property

@@ -20,7 +20,6 @@ class Sentences:
     lengths: NDArray[np.int32]
 
     def __len__(self) -> int:
-        """Return the number of sentences."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:

@@ -41,7 +41,6 @@ class RandomTokens:
     vocabulary_size: int
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return self.num_sequences
 
     def sequence(self, index: int) -> NDArray[np.int64]:
