@@ -5,6 +5,6 @@ tables on standard output and changes no file. `--record` also adds its records 
 renders all pages; `--record FOLDER` adds them to FOLDER/runs.jsonl. `--help` lists the other options.
 
 In a folder, `__main__.py` is the program, and the other files are its parts. `program.py` has what all studies share,
-`tuning.py` what those share that train models, and `turns.py` what those share that measure seconds. `data/` prepares
-the data sets that come with the package.
+`tuning.py` what those share that train models, `turns.py` what those share that measure seconds, and `processes.py`
+what those share that measure several processes. `data/` prepares the data sets that come with the package.
 """

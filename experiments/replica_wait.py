@@ -12,18 +12,17 @@ import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import gpipe
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import Sleeper
+from experiments.processes import start
 from experiments.program import StudyProgram, track
-from experiments.zero_bubble import start
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.timeline import Timeline
 from reproductions.bubble.overheads import REPLICA_WAIT
@@ -33,7 +32,6 @@ FORWARD, BACKWARD = 0.02, 0.05  # seconds of a layer
 WEIGHT = 1024, 4096
 STEPS = 5  # of each turn; the first one does not count
 ALONE, REPLICAS, IN_BACKWARD = "one replica", "two replicas", "two replicas, awaited in the backward"
-_PORT = 29750
 
 
 class Heavy(nn.Module):
@@ -68,14 +66,8 @@ def compute_wait(step: Timeline) -> float:
     return sum(after.start - before.end for before, after in pairwise(events) if after.task.kind.makes_gradients)
 
 
-def measure_process(number: int, _: int, case: str, port: int, results: Any) -> None:
-    """Run the steps of one turn in one of four processes; the first one tells what it waited, step by step."""
-    torch.set_num_threads(1)
-    num_replicas = 1 if case == ALONE else 2
-    world = num_replicas * NUM_STAGES
-    job, rank = divmod(number, world)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + job}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (num_replicas, NUM_STAGES), mesh_dim_names=("replica", "stage"))
+def measure_process(mesh: DeviceMesh, case: str) -> list[float]:
+    """Run the steps of one turn in one of four processes; return what it waited, step by step."""
     layers = nn.Sequential(*(Heavy() for _ in range(NUM_LAYERS)))
     partitions = [NUM_LAYERS // NUM_STAGES] * NUM_STAGES
     pipeline = gpipe.Pipeline(layers, compute_loss, partitions, NUM_MICROBATCHES, rematerialize="never", mesh=mesh)
@@ -90,19 +82,18 @@ def measure_process(number: int, _: int, case: str, port: int, results: Any) -> 
         timeline = pipeline.train_step(batch, record_timeline=True).timeline
         assert timeline is not None
         waits.append(compute_wait(timeline))
-    if number == 0:
-        results.put(waits[1:])
     dist.barrier()
     pipeline.close()
-    dist.destroy_process_group()
+    return waits[1:]
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Return the waits of each case, the median of each turn."""
     found: dict[str, list[float]] = {case: [] for case in (ALONE, REPLICAS, IN_BACKWARD)}
-    for turn in track(range(rounds), "turns of the three cases"):
-        for place, (case, waits) in enumerate(found.items()):
-            seconds = start(measure_process, 2 * NUM_STAGES, case, _PORT + 6 * turn + 2 * place)
+    for _ in track(range(rounds), "turns of the three cases"):
+        for case, waits in found.items():
+            num_replicas = 1 if case == ALONE else 2
+            seconds = start(measure_process, NUM_STAGES, case, num_replicas=num_replicas, num_jobs=2 // num_replicas)
             waits.append(statistics.median(seconds))
     return found
 

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import gpipe
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate, let_small_products_wait
+from experiments.processes import start
 from experiments.program import StudyProgram
 from experiments.schedule_memory import SCHEDULES
 from experiments.turns import take_turns
-from experiments.zero_bubble import start
 from gpipe.pipeline import schedule_choice
 from gpipe.pipeline.schedule import Rematerialize, Task
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
@@ -62,17 +62,14 @@ def simulate_step(name: str, stages_per_device: int, mode: str, task_seconds: fl
     return simulate(schedule, get_seconds, lambda _: message).makespan_seconds
 
 
-def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -> None:
-    """Measure all schedules in turns, in one of the P processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
-    mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+def measure(mesh: DeviceMesh, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Measure all schedules in turns, in one of the P processes; return the medians of what `_step` returns."""
     calibrate()
     let_small_products_wait()
     batch = torch.randn(NUM_MICROBATCHES, SIZE), torch.randn(NUM_MICROBATCHES, SIZE)
     ways = {}
     for (name, stages_per_device), mode in product(SCHEDULES, MODES):
-        num_stages = num_devices * stages_per_device
+        num_stages = NUM_DEVICES * stages_per_device
         layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
         pipeline = gpipe.Pipeline(
             nn.Sequential(*layers),
@@ -85,12 +82,8 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
             mesh=mesh,
         )
         ways[name, mode] = partial(_step, pipeline, batch, [layer.seconds for layer in layers])
-    found = take_turns(ways, rounds, "rounds" if rank == 0 else None)
-    if rank == 0:
-        results.put({key: [median(column) for column in zip(*each, strict=True)] for key, each in found.items()})
-    dist.barrier()
-    del pipeline, ways
-    dist.destroy_process_group()
+    found = take_turns(ways, rounds, "rounds" if dist.get_rank() == 0 else None)
+    return {key: [median(column) for column in zip(*each, strict=True)] for key, each in found.items()}
 
 
 def _step(
@@ -108,7 +101,7 @@ def _step(
 
 def measure_all(rounds: int, task_seconds: float) -> list[dict[str, Any]]:
     """Return one row per schedule and mode."""
-    found = start(measure, NUM_DEVICES, rounds, 29690)
+    found = start(measure, NUM_DEVICES, rounds)
     rows = []
     for (name, stages_per_device), mode in product(SCHEDULES, MODES):
         step, makespan, added = found[name, mode]

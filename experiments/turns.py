@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -39,6 +40,18 @@ def clock(run: Callable[[], object], times: int = 1, fence: Callable[[], object]
         run()
     fence()
     return (time.perf_counter() - start) / times
+
+
+def time_steps(
+    steps: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    what: str | None = None,
+    times: int = 1,
+    fence: Callable[[], object] = lambda: None,
+) -> dict[Name, float]:
+    """Return the median seconds of each step, which take turns; the arguments are those of the functions above."""
+    seconds = take_turns({name: partial(clock, step, times, fence) for name, step in steps.items()}, rounds, what)
+    return {name: median(found) for name, found in seconds.items()}
 
 
 def median_ratio(these: Sequence[float], those: Sequence[float]) -> float:

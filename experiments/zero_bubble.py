@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -34,10 +32,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import gpipe
-from experiments.engine_overhead.engines import GRID, STEPS, measure_median_seconds
+from experiments.engine_overhead.engines import GRID, STEPS
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import FORWARD, SplitSleeper, calibrate, let_small_products_wait
+from experiments.processes import start
 from experiments.program import StudyProgram
+from experiments.turns import time_steps
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
 from gpipe.pipeline.schedule_choice import SCHEDULES
@@ -52,7 +52,7 @@ from reproductions.bubble.schedules import (
     zero_bubble_run,
 )
 
-SIZE, LAYERS_PER_DEVICE, PORT = 16, 2, 29720
+SIZE, LAYERS_PER_DEVICE = 16, 2
 TRANSFORMER, AMOEBANET, MODEL_MICROBATCHES = "Transformer-L, 8 layers of width 512", "AmoebaNet-D (6,32), 64 px", 4
 ALONE = "no engine: the layers alone"
 OURS = {"gpipe": 1, "1f1b": 1, "split_gpipe": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zb_v": 2}  # stages per device
@@ -110,11 +110,9 @@ def step_torchs(schedule: PipelineScheduleMulti, name: str, batch: tuple[Tensor,
     schedule.step(*(batch[:1] if rank == 0 else ()), target=batch[1] if rank == last else None)
 
 
-def measure(rank: int, num_devices: int, num_microbatches: int, rounds: int, port: int, results: Any) -> None:
-    """Measure all schedules in turns, in one of the P processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
-    mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+def measure(mesh: DeviceMesh, num_microbatches: int, rounds: int) -> dict[str, float]:
+    """Measure all schedules in turns, in one of the P processes; return the seconds of each."""
+    num_devices = dist.get_world_size()
     dist.barrier()
     calibrate(partial(step_alone, [SplitSleeper(SIZE)], [torch.randn(1, SIZE)]), 3 * FORWARD, sleeps=3)
     let_small_products_wait()
@@ -129,20 +127,12 @@ def measure(rank: int, num_devices: int, num_microbatches: int, rounds: int, por
     for name in TORCHS:
         schedule = build_torchs(name, num_microbatches, copy.deepcopy(layers))
         steps[f"torch: {name}"] = partial(step_torchs, schedule, name, batch)
-    what = f"turns with P = {num_devices}, M = {num_microbatches}" if rank == 0 else None
-    seconds = measure_median_seconds(steps, rounds, dist.barrier, STEPS, what)
-    if rank == 0:
-        results.put(seconds)
-    dist.barrier()
-    del pipeline, steps
-    dist.destroy_process_group()
+    what = f"turns with P = {num_devices}, M = {num_microbatches}" if dist.get_rank() == 0 else None
+    return time_steps(steps, rounds, what, STEPS, dist.barrier)
 
 
-def compute_gradients(rank: int, num_devices: int, port: int, results: Any) -> None:
-    """Make one step of each engine in one of P processes; the first one gives the gradients of all layers."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
-    mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+def compute_gradients(mesh: DeviceMesh) -> dict[str, list[tuple[int, str, list[float]]]]:
+    """Make one step of each engine in one of P processes; return the gradients of all layers."""
     let_small_products_wait()
     torch.manual_seed(0)
     batch = torch.randn(8, SIZE), torch.randn(8, SIZE)
@@ -154,13 +144,10 @@ def compute_gradients(rank: int, num_devices: int, port: int, results: Any) -> N
     torch.manual_seed(1)
     step_torchs(schedule, "ZB-V", batch)
     found = {"ours: zb_v": _list_gradients(of_ours), "torch: ZB-V": _list_gradients(of_torchs)}
-    parts: list[Any] = [None] * num_devices
+    parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, found)  # noqa: TID251 - between processes of this program
-    if rank == 0:
-        results.put({name: [row for part in parts for row in part[name]] for name in found})
-    dist.barrier()
     pipeline.close()
-    dist.destroy_process_group()
+    return {name: [row for part in parts for row in part[name]] for name in found}
 
 
 def _list_gradients(layers: Sequence[nn.Module]) -> list[tuple[int, str, list[float]]]:
@@ -199,17 +186,12 @@ def choose_partitions(name: str) -> dict[int, list[int]]:
     return {num_stages: gpipe.partition_layers(seconds, num_stages) for num_stages in (2, 4)}
 
 
-def measure_models(
-    rank: int, num_devices: int, partitions: dict[str, dict[int, list[int]]], rounds: int, port: int, results: Any
-) -> None:
-    """Measure steps of real models in one of two processes, each on its own core."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
-    mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+def measure_models(mesh: DeviceMesh, partitions: dict[str, dict[int, list[int]]], rounds: int) -> dict[str, float]:
+    """Measure steps of real models in one of two processes, each on its own core; return the seconds of each."""
     steps: dict[str, Callable[[], object]] = {}
     for name, schedule in itertools.product(partitions, OURS):
         layers, batch = build_model(name)
-        cut = partitions[name][num_devices * OURS[schedule]]
+        cut = partitions[name][dist.get_world_size() * OURS[schedule]]
         pipeline = gpipe.Pipeline(
             layers,
             compute_model_loss,
@@ -221,12 +203,8 @@ def measure_models(
             mesh=mesh,
         )
         steps[f"{name}: {schedule}"] = partial(_train, pipeline, batch)
-    seconds = measure_median_seconds(steps, rounds, dist.barrier, what="turns with real models" if rank == 0 else None)
-    if rank == 0:
-        results.put(seconds)
-    dist.barrier()
-    del pipeline, steps
-    dist.destroy_process_group()
+    what = "turns with real models" if dist.get_rank() == 0 else None
+    return time_steps(steps, rounds, what, fence=dist.barrier)
 
 
 def _train(pipeline: gpipe.Pipeline, batch: tuple[Tensor, Tensor]) -> None:
@@ -239,29 +217,13 @@ def measure_all_models(rounds: int) -> list[dict[str, Any]]:
     """Return one row per model and schedule."""
     torch.set_num_threads(1)
     partitions = {name: choose_partitions(name) for name in (TRANSFORMER, AMOEBANET)}
-    seconds = start(measure_models, 2, partitions, 2 * rounds, PORT + 20)
+    seconds = start(measure_models, 2, partitions, 2 * rounds)
     rows = []
     for name, value in seconds.items():
         model, _, schedule = name.partition(": ")
         row = {"model": model, "schedule": schedule, "step_seconds": value}
         rows.append(row | {"partitions": partitions[model][2 * OURS[schedule]]})
     return rows
-
-
-def start(function: Callable[..., None], num_devices: int, *arguments: Any) -> Any:
-    """Run a function in P processes, and return what the first one gives."""
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    context = torch.multiprocessing.start_processes(
-        function, (num_devices, *arguments, results), num_devices, join=False, start_method="spawn"
-    )
-    while results.empty():
-        if context.join(timeout=0.1):
-            break
-        time.sleep(0.1)
-    found = results.get()
-    while not context.join():
-        pass
-    return found
 
 
 def simulate_step(name: str, num_devices: int, num_microbatches: int) -> float:
@@ -278,8 +240,8 @@ def simulate_step(name: str, num_devices: int, num_microbatches: int) -> float:
 def measure_grid(rounds: int) -> list[dict[str, Any]]:
     """Return one row per schedule and setting."""
     rows = []
-    for number, (num_devices, num_microbatches) in enumerate(GRID):
-        seconds = start(measure, num_devices, num_microbatches, rounds, PORT + number)
+    for num_devices, num_microbatches in GRID:
+        seconds = start(measure, num_devices, num_microbatches, rounds)
         for name, value in seconds.items():
             engine, _, schedule = name.partition(": ")
             row = {"engine": engine, "schedule": schedule, "num_devices": num_devices, "step_seconds": value}
@@ -293,7 +255,7 @@ def measure_grid(rounds: int) -> list[dict[str, Any]]:
 
 def compare_gradients() -> list[dict[str, Any]]:
     """Return by how much each engine's gradients in two processes differ from those in one."""
-    one, two = (start(compute_gradients, num_devices, PORT + 10 + num_devices) for num_devices in (1, 2))
+    one, two = (start(compute_gradients, num_devices) for num_devices in (1, 2))
     rows = []
     for name in one:
         first, second = (torch.cat([torch.tensor(row[2]) for row in sorted(each[name])]) for each in (one, two))

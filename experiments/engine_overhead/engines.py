@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gpipe
 from experiments.engine_overhead.hand_written_loop import compute_loss, run_hand_written_step
 from experiments.engine_overhead.sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, read_median_seconds
-from experiments.program import track
+from experiments.processes import start
+from experiments.turns import time_steps
 
 GRID = [(2, 8), (4, 16), (8, 32)]
 STEPS = 3  # in a row, as in training: one stage may begin the next step before another ends this one
 
 
-def measure_median_seconds(
-    steps: dict[str, Callable[[], object]],
-    rounds: int,
-    fence: Callable[[], object] = int,
-    in_a_row: int = 1,
-    what: str | None = None,
-) -> dict[str, float]:
-    """Run the steps in turns; return the median seconds of each. `what` names the turns in a line of progress."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    turns = range(rounds + 1)
-    for turn in turns if what is None else track(turns, what):
-        for name, step in steps.items():
-            fence()
-            start = time.perf_counter()
-            for _ in range(in_a_row):
-                step()
-            fence()
-            if turn > 0:  # the first one warms up
-                seconds[name].append((time.perf_counter() - start) / in_a_row)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def measure_processes(
+    mesh: DeviceMesh, num_microbatches: int, rounds: int
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Measure our engine, torch's and the hand-written loop, in one of the K processes.
 
-
-def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds: int, port: int, results: Any) -> None:
-    """Measure our engine, torch's and the hand-written loop, in one of the K processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_stages)
-    mesh = init_device_mesh("cpu", (1, num_stages), mesh_dim_names=("replica", "stage"))
+    Returns:
+        The seconds of a step by its name, and those of a layer's forward and backward, on average over the processes.
+    """
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
     calibrate()
     size = 16
     batch = torch.randn(num_microbatches, size), torch.randn(num_microbatches, size)
@@ -70,14 +51,11 @@ def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds:
     layer = Sleeper()
     steps["hand-written loop, never"] = lambda: run_hand_written_step(layer, rank, num_stages, batch, size)
     what = f"turns with K = {num_stages}, M = {num_microbatches}" if rank == 0 else None
-    found = measure_median_seconds(steps, rounds, dist.barrier, STEPS, what)
+    found = time_steps(steps, rounds, what, STEPS, dist.barrier)
     layers_seconds: list[Any] = [None] * num_stages
     dist.all_gather_object(layers_seconds, read_median_seconds())  # noqa: TID251 - between processes of this program
-    if rank == 0:
-        results.put((found, [statistics.mean(column) for column in zip(*layers_seconds, strict=True)]))
-    dist.barrier()
-    del pipeline, steps
-    dist.destroy_process_group()
+    forward, backward = (statistics.mean(column) for column in zip(*layers_seconds, strict=True))
+    return found, (forward, backward)
 
 
 def measure_torchgpipe(num_stages: int, num_microbatches: int, rounds: int) -> dict[str, float]:
@@ -89,20 +67,14 @@ def measure_torchgpipe(num_stages: int, num_microbatches: int, rounds: int) -> d
         layers, [1] * num_stages, devices=["cpu"] * num_stages, chunks=num_microbatches, checkpoint="never"
     )
     inputs, targets = torch.randn(num_microbatches, 16), torch.randn(num_microbatches, 16)
-    return measure_median_seconds(
-        {"torchgpipe, never": lambda: compute_loss(model(inputs), targets).backward()}, rounds
-    )
+    return time_steps({"torchgpipe, never": lambda: compute_loss(model(inputs), targets).backward()}, rounds)
 
 
 def measure_grid(rounds: int) -> list[dict[str, Any]]:
     """Return one row per engine and setting."""
-    context = torch.multiprocessing.get_context("spawn")
     rows = []
-    for number, (num_stages, num_microbatches) in enumerate(GRID):
-        results = context.SimpleQueue()
-        arguments = (num_stages, num_microbatches, rounds, 29650 + number, results)
-        torch.multiprocessing.start_processes(measure_processes, arguments, num_stages, start_method="spawn")
-        seconds, (forward, backward) = results.get()
+    for num_stages, num_microbatches in GRID:
+        seconds, (forward, backward) = start(measure_processes, num_stages, num_microbatches, rounds)
         seconds |= measure_torchgpipe(num_stages, num_microbatches, max(rounds // 5, 1))
         for name, value in seconds.items():
             engine, mode = name.split(", ")

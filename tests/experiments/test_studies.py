@@ -13,8 +13,9 @@ from gpipe.records import Record, make_record, read_records
 from tests.support.program_server import run_program
 
 FOLDER = Path(__file__).parents[2] / "experiments"
+SHARED = ("processes", "program", "tuning", "turns")
 STUDIES = [
-    *(path.stem for path in sorted(FOLDER.glob("[a-z]*.py")) if path.stem not in ("program", "tuning", "turns")),
+    *(path.stem for path in sorted(FOLDER.glob("[a-z]*.py")) if path.stem not in SHARED),
     *(path.parent.name for path in sorted(FOLDER.glob("*/__main__.py")) if path.parent.name != "gpu"),
 ]
 DATA = [f"data.{path.stem}" for path in sorted((FOLDER / "data").glob("make_*.py"))]
