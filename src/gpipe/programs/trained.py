@@ -13,7 +13,7 @@ from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer
 from gpipe.programs.build import build_layers
 from gpipe.programs.chosen_checkpoint import choose_checkpoint
-from gpipe.programs.workloads.kept_tokenizer import TOKENIZER_FILE
+from gpipe.programs.workloads.text_workload import TOKENIZER_FILE
 
 
 @dataclass(frozen=True)

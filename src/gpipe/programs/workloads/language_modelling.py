@@ -1,6 +1,6 @@
 """Models that predict the next token: our Transformer-L, and any language model of transformers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +28,8 @@ from gpipe.models.transformers_models import (
 )
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
-from gpipe.programs.workloads.kept_tokenizer import keep_tokenizer
+from gpipe.programs.workloads.text_workload import TextWorkload
 from gpipe.programs.workloads.traced_model import TracedModel
-from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
 MODEL_FILE = "config.json"
@@ -38,7 +37,7 @@ MODEL_FILE = "config.json"
 
 
 @dataclass(frozen=True)
-class LanguageModelling(Workload):
+class LanguageModelling(TextWorkload):
     """Any model on sequences of tokens; every token has the same weight in the loss."""
 
     data: TokensConfig
@@ -97,14 +96,6 @@ class LanguageModelling(Workload):
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         return open_text_tokenizer(self.data.tokenizer) if isinstance(self.data, TextFolderConfig) else None
-
-    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
-        """Return none: the checkpoint must have the same tokenizer, so tokens keep their meaning."""
-        return ()
-
-    def keep(self, folder: Path | None) -> dict[str, str]:
-        """Keep the tokenizer, without which ids mean nothing. Random tokens have none."""
-        return keep_tokenizer(self._tokenizer, folder)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """An encoder-decoder Transformer on pairs of sentences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from gpipe.data.text.tokenizer import PADDING
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
-from gpipe.programs.workloads.kept_tokenizer import keep_tokenizer
-from gpipe.programs.workloads.workload import Workload
+from gpipe.programs.workloads.text_workload import TextWorkload
 from gpipe.training.evaluation import Metrics, TokenMetrics
 from gpipe.training.losses import TokenLoss, count_tokens
 
 
 @dataclass(frozen=True)
-class Translation(Workload):
+class Translation(TextWorkload):
     """T(L, H, A) on pairs of sentences; every target token except padding has the same weight in the loss."""
 
     model: TranslationModelConfig
@@ -121,14 +119,6 @@ class Translation(Workload):
             load_targets=pipeline.is_last,
             **options,
         )
-
-    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Return none: the checkpoint must have the same tokenizer, so tokens keep their meaning."""
-        return ()
-
-    def keep(self, folder: Path | None) -> dict[str, str]:
-        """Keep the tokenizer, without which ids mean nothing. A corpus of ids has none."""
-        return keep_tokenizer(self._tokenizer, folder)
 
     def warnings(self) -> Sequence[str]:
         """Report the pairs that the loaders left out."""
