@@ -78,7 +78,8 @@ def test_a_run_has_the_classes_of_the_folder_and_the_models_own_settings_of_imag
 
 @pytest.mark.usefixtures("composer")
 @pytest.mark.parametrize(
-    ("name", "keep_aspect"), [("test_resnet", True), ("dm_nfnet_f0", False), ("mobilevit_xxs", True)]
+    ("name", "keep_aspect"),
+    [("test_resnet", True), ("dm_nfnet_f0", False), ("mobilevit_xxs", True), ("volo_d4_448", True)],
 )
 def test_an_image_that_is_no_square_is_evaluated_as_timm_does(name: str, keep_aspect: bool) -> None:
     words = [

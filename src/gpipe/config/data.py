@@ -15,7 +15,6 @@ from gpipe.config.checks import (
     positive,
     rate,
     require,
-    share,
     within,
 )
 
@@ -73,7 +72,7 @@ class ImagesConfig(DataConfig):
         mixup, cutmix: training images are mixed in pairs; the larger the value, the more even the weights; 0 or null is
             off. With both, each mini-batch uses one of them.
         random_erasing: the probability that noise replaces a rectangle of a training image; 0 or null is off.
-        center_crop: the evaluation crop's share of the side; null is the model's own.
+        center_crop: the evaluation crop's share of the side; more than 1 adds a black border; null is the model's own.
         keep_aspect: whether that crop is a square, and not the same share of the height and of the width; null is the
             model's own.
         interpolation: how images are resized; null is the model's own.
@@ -102,7 +101,7 @@ class ImagesConfig(DataConfig):
     mixup: float | None = at_least(0)
     cutmix: float | None = at_least(0)
     random_erasing: float | None = within(0, 1, "a probability")
-    center_crop: float | None = share("a share of the side")
+    center_crop: float | None = allowed(lambda crop: 0 < crop <= 2, "a share of the side in (0, 2]")
     keep_aspect: bool | None = MISSING
     interpolation: Interpolation | None = MISSING
     mean: list[float] | None = MISSING

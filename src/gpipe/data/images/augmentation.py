@@ -118,8 +118,8 @@ def evaluation_transform(
     Args:
         image_size: pixels per side.
         channels: 1 (grey) or 3.
-        center_crop: the crop's share of the height and of the width; 1 takes the whole image. The aspect changes, as
-            in the public TPU code.
+        center_crop: the crop's share of the height and of the width; 1 takes the whole image, and more adds a black
+            border, as timm does. The aspect changes, as in the public TPU code.
         keep_aspect: take a square instead, whose side is this share of the shorter one, as timm does.
         interpolation: as in `training_transform`.
         mean: as in `training_transform`.
