@@ -52,6 +52,13 @@ def test_the_same_lines_give_the_same_file(tmp_path: Path) -> None:
     assert Tokenizer.train(LINES[1:], 500, tmp_path / "c.model").sha256 != first.sha256
 
 
+@pytest.mark.parametrize(
+    "line", ["zqzq " * 300_000, "zqzq" * 300_000, "zqzq \u2585 zqzq " * 20_000], ids=["long", "one word", "reserved"]
+)
+def test_no_line_is_left_out_of_the_training(tmp_path: Path, line: str) -> None:
+    assert any("zqzq" in piece for piece in Tokenizer.train([*LINES, line], 320, tmp_path / "a.model").pieces())
+
+
 def test_a_vocabulary_that_the_lines_cannot_fill_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^these lines .* 9000 tokens, more than .*, expected at most \d+: lower it"):
         Tokenizer.train(["one line"], 9000, tmp_path / "a.model")

@@ -19,6 +19,8 @@ NUM_SPECIAL = 4
 # rare Chinese ones, would take 2,600 of its 4,000 ids and leave few for words.
 CHARACTER_COVERAGE = 0.998
 _MAX_BYTES = 2**28
+# SentencePiece leaves out lines with this character, which it uses itself, and lines of more bytes than it is told.
+_RESERVED, _LINE_BYTES = "\u2585", 1_000_000
 
 
 def clean_line(text: str) -> str:
@@ -107,7 +109,7 @@ class Tokenizer:
         """
         import sentencepiece
 
-        path, cleaned = Path(path), [clean_line(line) for line in lines]
+        path, cleaned = Path(path), [clean_line(line.replace(_RESERVED, " ")) for line in lines]
         try:
             with replacing(path) as partial, partial.open("wb") as stream:
                 sentencepiece.SentencePieceTrainer.train(
@@ -124,7 +126,7 @@ class Tokenizer:
                     unk_id=UNKNOWN,
                     input_sentence_size=0,
                     shuffle_input_sentence=False,
-                    max_sentence_length=1_000_000,
+                    max_sentence_length=max(_LINE_BYTES, *(len(line.encode()) for line in cleaned)),
                     num_threads=1,
                     minloglevel=2,
                 )
