@@ -39,8 +39,8 @@ KILLED = """
 import os, signal, sys
 from gpipe.data.text import parallel_text
 parallel_text._BLOCK = 10
-encode, blocks = parallel_text.TextEncoder._encode_block, []
-parallel_text.TextEncoder._encode_block = lambda *args: (
+encode, blocks = parallel_text.TextEncoder.encode, []
+parallel_text.TextEncoder.encode = lambda *args: (
     os.kill(os.getpid(), signal.SIGKILL) if blocks else blocks.append(0) or encode(*args)
 )
 """
@@ -221,9 +221,9 @@ def test_text_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_writte
 
 def test_text_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "train.de-en.de"
-    encode = parallel_text.TextEncoder._encode_block
+    encode = parallel_text.TextEncoder.encode
     with monkeypatch.context() as patch:
-        patch.setattr(parallel_text.TextEncoder, "_encode_block", lambda *args: (os.utime(path), encode(*args))[1])
+        patch.setattr(parallel_text.TextEncoder, "encode", lambda *args: (os.utime(path), encode(*args))[1])
         with pytest.raises(ValueError, match=rf"^{path} changed while it was read: start again when it is complete$"):
             open_text(root)
     assert caches(root) == []

@@ -68,19 +68,20 @@ def open_binarized(
 ) -> CachedPairs:
     """Open a binarised language, whose ids stay in its .bin files; check every id the first time."""
 
-    def read(skipped: Skipped) -> Iterator[LanguagePairs]:
+    def read() -> Iterator[LanguagePairs]:
         num_read = 0
         for block in read_binarized_blocks(root, split, language, vocabulary_size):
             fits = np.maximum(block.sources.lengths, block.targets.lengths) <= max_tokens
             place = f"{root / f'{split}.{language}-en'}:{num_read + int(np.argmin(fits)) + 1}"
+            skipped = Skipped()
             skipped.add(describe_long(max_tokens), int(np.count_nonzero(~fits)), place)
-            yield block.select(np.flatnonzero(fits))
+            yield block.select(np.flatnonzero(fits), skipped)
             num_read += len(block)
 
     *bins, source_index, target_index = files = find_files(root, split, language, *_FILES)
     settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens}
     tokens = [(path, _read_header(index)[0]) for path, index in zip(bins, (source_index, target_index), strict=True)]
-    return open_cached(cache, f"{split}.{language}-en", files, settings, read, tokens)
+    return open_cached(cache, f"{split}.{language}-en", files, settings, read(), tokens)
 
 
 def _read_side(path: Path, index: Path, vocabulary_size: int) -> Iterator[Sentences]:

@@ -169,7 +169,7 @@ def open_corpus(
             if source.is_cached:
                 pairs[each] = open_text(token_cache, folder, split, each, tokenizer, max_tokens)
             else:
-                pairs[each] = encoder.encode(source.pairs(folder, split, each))
+                pairs[each] = encoder.encode(list(source.pairs(folder, split, each)))
     for language, found in pairs.items():
         if not len(found):
             reasons = [f"{number:,} pairs {reason} were skipped" for reason, (number, _) in found.skipped.items()]

@@ -24,6 +24,11 @@ class Skipped(dict[str, tuple[int, str]]):
             before, place = self.get(reason, (0, first))
             self[reason] = before + number, place
 
+    def merge(self, other: "Skipped") -> None:
+        """Count the pairs of another block or language, which come after these."""
+        for reason, (number, first) in other.items():
+            self.add(reason, number, first)
+
 
 class LanguagePairs:
     """The pairs of one language: sentence i of `targets` translates sentence i of `sources`."""
@@ -44,9 +49,9 @@ class LanguagePairs:
         """The length of the longest sentence, on either side."""
         return int(self._count_longer_side().max(initial=0))
 
-    def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
-        """Return some of the pairs."""
-        return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
+    def select(self, rows: NDArray[np.int64] | slice, skipped: Skipped | None = None) -> "LanguagePairs":
+        """Return some of the pairs; `skipped` counts others."""
+        return LanguagePairs(self.sources.select(rows), self.targets.select(rows), skipped)
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
         """Prepare to read these pairs soon; only `CachedPairs` needs to."""
@@ -75,8 +80,7 @@ class ParallelCorpus:
         self.vocabulary_size = vocabulary_size
         self._skipped = Skipped()
         for language in pairs.values():
-            for reason, (number, first) in language.skipped.items():
-                self._skipped.add(reason, number, first)
+            self._skipped.merge(language.skipped)
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
 

@@ -75,17 +75,13 @@ def read_lines(path: Path, longest: int | None = None) -> Iterator[str]:
 
 def open_text(cache: Path, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int) -> CachedPairs:
     """Open a language of plain text; tokenise it the first time, block by block."""
-
-    def read(skipped: Skipped) -> Iterator[LanguagePairs]:
-        encoder = TextEncoder(tokenizer, max_tokens)
-        return encoder.encode_blocks(read_text_pairs(root, split, language), skipped)
-
+    blocks = map(TextEncoder(tokenizer, max_tokens).encode, _cut_blocks(read_text_pairs(root, split, language)))
     settings = {
         "vocabulary_size": tokenizer.vocabulary_size,
         "max_tokens": max_tokens,
         "tokenizer_sha256": tokenizer.sha256,
     }
-    return open_cached(cache, f"{split}.{language}-en", find_files(root, split, language, *_FILES), settings, read)
+    return open_cached(cache, f"{split}.{language}-en", find_files(root, split, language, *_FILES), settings, blocks)
 
 
 class TextEncoder:
@@ -96,17 +92,9 @@ class TextEncoder:
         self._max_tokens = max_tokens
         self._targets: dict[str, list[int]] = {}
 
-    def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
-        """Return the pairs of one language as ids."""
+    def encode(self, block: Sequence[TextPair]) -> LanguagePairs:
+        """Return pairs of one language as ids."""
         skipped = Skipped()
-        encoded = self._encode_block(list(pairs), skipped)
-        return LanguagePairs(encoded.sources, encoded.targets, skipped)
-
-    def encode_blocks(self, pairs: Iterable[TextPair], skipped: Skipped) -> Iterator[LanguagePairs]:
-        """Yield the pairs of one language as ids, block by block; add those that are left out to `skipped`."""
-        return (self._encode_block(block, skipped) for block in _cut_blocks(pairs))
-
-    def _encode_block(self, block: list[TextPair], skipped: Skipped) -> LanguagePairs:
         sources = self._tokenizer.encode_lines([pair.source for pair in block])
         targets = self._encode_targets([pair.target for pair in block])
         kept: tuple[list[list[int]], list[list[int]]] = [], []
@@ -119,7 +107,7 @@ class TextEncoder:
                 reason = describe_long(self._max_tokens) if source and target else "with an empty line"
                 skipped.add(reason, 1, f"{pair.file}:{pair.line}")
         packed, english = (Sentences.pack(side, self._tokenizer.vocabulary_size) for side in kept)
-        return LanguagePairs(packed, english)
+        return LanguagePairs(packed, english, skipped)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
         """Encode English lines, and cache some, because a corpus of many languages repeats them."""

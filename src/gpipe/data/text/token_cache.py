@@ -18,7 +18,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -186,7 +186,7 @@ def open_cached(
     name: str,
     files: Sequence[Path],
     settings: Mapping[str, Any],
-    read: Callable[[Skipped], Iterable[LanguagePairs]],
+    blocks: Iterable[LanguagePairs],
     tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
 ) -> CachedPairs:
     """Return the pairs of a language; read and write them, unless they are in the cache.
@@ -196,12 +196,12 @@ def open_cached(
         name: such as train.de-en.
         files: the files that the pairs come from.
         settings: what else the pairs depend on, including vocabulary_size and max_tokens.
-        read: yields the pairs block by block, and counts what it leaves out. If `tokens` is None, the array of each
-            side of a block must hold its sentences in order and nothing else.
+        blocks: reads the pairs block by block when it is iterated over. If `tokens` is None, the array of each side of
+            a block must hold its sentences in order and nothing else.
         tokens: as in `CachedPairs`.
 
     Raises:
-        ValueError: the cache is damaged, its folder cannot be written, or `read` failed.
+        ValueError: the cache is damaged, its folder cannot be written, or the pairs cannot be read.
     """
     key = {"format": _FORMAT, "files": _describe(files), **settings}
     folder = cache / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
@@ -210,7 +210,7 @@ def open_cached(
             cache.mkdir(parents=True, exist_ok=True)
             with locked(cache / ".lock"):
                 if not folder.exists():  # no other process has just written it
-                    _write(folder, key, files, read, keep_tokens=tokens is None)
+                    _write(folder, key, files, blocks, keep_tokens=tokens is None)
     except OSError as error:
         raise ValueError(
             f"the token cache {cache} cannot be written ({error}): free space there, or set data.cache to a folder "
@@ -220,12 +220,7 @@ def open_cached(
 
 
 def _write(
-    folder: Path,
-    key: Key,
-    files: Sequence[Path],
-    read: Callable[[Skipped], Iterable[LanguagePairs]],
-    *,
-    keep_tokens: bool,
+    folder: Path, key: Key, files: Sequence[Path], blocks: Iterable[LanguagePairs], *, keep_tokens: bool
 ) -> None:
     cache, name = folder.parent, folder.name
     for left in cache.glob(".*.partial"):  # a killed process left it: a live one would hold the lock
@@ -233,12 +228,10 @@ def _write(
     partial = cache / f".{name}.partial"
     partial.mkdir()
     print(f"reading {name.rpartition('.')[0]} into {cache}, once", file=sys.stderr, flush=True)
-    skipped = Skipped()
     try:
-        counts = _write_pairs(partial, read(skipped), keep_tokens=keep_tokens)
+        description = {"key": key, **_write_pairs(partial, blocks, keep_tokens=keep_tokens)}
         if _describe(files) != key["files"]:
             raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
-        description = {"key": key, "skipped": skipped, **counts}
         write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
         partial.rename(folder)
         flush(cache)
@@ -247,8 +240,9 @@ def _write(
         raise
 
 
-def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: bool) -> dict[str, int]:
-    """Write pairs block by block, and flush them to the disk; return their counts."""
+def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: bool) -> dict[str, Any]:
+    """Write pairs block by block, and flush them to the disk; return what describes them."""
+    skipped = Skipped()
     counts = dict.fromkeys(("num_pairs", "num_tokens", "longest", *(f"{side}_bytes" for side in _SIDES)), 0)
     kinds = ("tokens", "starts", "lengths") if keep_tokens else ("starts", "lengths")
     with ExitStack() as stack:
@@ -258,6 +252,7 @@ def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: 
             for kind in kinds
         }
         for pairs in blocks:
+            skipped.merge(pairs.skipped)
             counts["num_pairs"] += len(pairs)
             counts["num_tokens"] += pairs.num_tokens
             counts["longest"] = max(counts["longest"], pairs.longest)
@@ -271,7 +266,7 @@ def _write_pairs(folder: Path, blocks: Iterable[LanguagePairs], *, keep_tokens: 
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    return counts
+    return {**counts, "skipped": skipped}
 
 
 def _describe(files: Sequence[Path]) -> list[list[Any]]:
