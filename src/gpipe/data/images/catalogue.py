@@ -19,7 +19,7 @@ from gpipe.data.images.class_folders import (
     open_own_folders,
 )
 from gpipe.data.images.image_set import SPLITS, ImageSet
-from gpipe.data.images.image_table import check_own_table, count_table_classes, has_several_labels, open_own_table
+from gpipe.data.images.image_table import check_own_table, open_own_table, read_table
 from gpipe.data.location import Location, check_known
 
 
@@ -90,8 +90,8 @@ or, with data.validation_share=0.1,
     "image_table": Source(
         open=open_own_table,
         check_own=check_own_table,
-        count_classes=count_table_classes,
-        has_several_labels=has_several_labels,
+        count_classes=lambda root: len(read_table(root, "train").classes),
+        has_several_labels=lambda root: read_table(root, "train").has_several,
         required=("train.*",),
         tree="""\
   <data.root>/train.csv    or .parquet, with columns path and label, or path and labels, such as "cat|dog"

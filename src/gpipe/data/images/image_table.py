@@ -23,7 +23,7 @@ SEPARATOR = "|"
 """Separates an image's labels in the column `labels` of a CSV."""
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
     """The contents of a table."""
 
     path: Path
@@ -33,22 +33,12 @@ class _Table(NamedTuple):
     classes: list[str]  # all labels, sorted
 
 
-def count_table_classes(root: Path) -> int:
-    """Return the number of different labels of the training table."""
-    return len(_read_split(root, "train").classes)
-
-
-def has_several_labels(root: Path) -> bool:
-    """Return whether the images of the training table may have several labels each."""
-    return _read_split(root, "train").has_several
-
-
 def check_own_table(root: Path, share: float | None) -> None:
     """Refuse tables without two or more classes or evaluation images from one source, or that do not match."""
-    table, val = _read_split(root, "train"), _find_table(root, "val")
+    table, val = read_table(root, "train"), _find_table(root, "val")
     if val is not None:
         refuse_two_sources(share, val, "lists images")
-    other = table if share is not None else _read_split(root, "test")
+    other = table if share is not None else read_table(root, "test")
     if len(table.classes) < 2:
         raise ValueError(f"{table.path} has the labels {table.classes}, expected 2 or more different ones: add images.")
     if other.has_several != table.has_several:
@@ -72,8 +62,8 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
         share: the share of each class's images for evaluation, or of all images if they have several labels each; None
             if root has a table for that. All rows of an image are in one split, however they spell its path.
     """
-    train = _read_split(root, "train")
-    table = train if share is not None else _read_split(root, split)
+    train = read_table(root, "train")
+    table = train if share is not None else read_table(root, split)
     missing = np.flatnonzero(~are_files(root, table.names))
     if len(missing):
         raise FileNotFoundError(
@@ -95,7 +85,7 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     return ImageFiles(root, [table.names[row] for row in rows], labels[rows], train.classes)
 
 
-def _draw_rows(root: Path, table: _Table, share: float) -> set[int]:
+def _draw_rows(root: Path, table: Table, share: float) -> set[int]:
     """Return the rows for evaluation: all rows of the drawn images, which are drawn by the names in their first rows.
 
     If images have one label each, a share of each class is drawn; an image's class is its first row's.
@@ -121,7 +111,8 @@ def _find_table(root: Path, name: str) -> Path | None:
     return found[0] if found else None
 
 
-def _read_split(root: Path, split: str) -> _Table:
+def read_table(root: Path, split: str) -> Table:
+    """Read the table of a split."""
     name = _TABLES[split]
     path = _find_table(root, name)
     if path is None:
@@ -131,7 +122,7 @@ def _read_split(root: Path, split: str) -> _Table:
 
 
 @lru_cache(maxsize=2)  # a run counts the classes, and opens both splits
-def _read(path: Path, _changed: int) -> _Table:
+def _read(path: Path, _changed: int) -> Table:
     columns = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
     own = [name for name in ("label", "labels") if name in columns]
     if "path" not in columns or len(own) != 1:
@@ -165,7 +156,7 @@ def _read(path: Path, _changed: int) -> _Table:
                 f"{path}, image {row}, has the label {wrong[0]!a}, expected one line without control characters, "
                 "because runs store one line per class: rename it."
             )
-    return _Table(path, names, labels, has_several, sorted(set(chain.from_iterable(labels))))
+    return Table(path, names, labels, has_several, sorted(set(chain.from_iterable(labels))))
 
 
 def _split(value: Any, has_several: bool) -> tuple[str, ...]:
