@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Iterator
-from enum import Enum, auto
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -63,14 +62,8 @@ class _Shape(NamedTuple):
         return FakeTensor(mode, found, self.device)
 
 
-class _First(Enum):
-    """An operation returns its first argument."""
-
-    ARGUMENT = auto()
-
-
-_FIRST = _First.ARGUMENT
-_Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | _First
+_FIRST: Final = "the first argument"  # is what an operation returns
+_Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | Literal["the first argument"]
 
 
 class QuickFakeTensorMode(FakeTensorMode):
@@ -117,7 +110,7 @@ class QuickFakeTensorMode(FakeTensorMode):
                 return result
             self._known[key] = known
         # The first result is made anew too: torch holds its own for a while, which would make autograd copy a gradient.
-        if known is _FIRST:
+        if isinstance(known, str):
             return args[0]
         if isinstance(known, _Shape):
             return known.make(self)

@@ -131,11 +131,7 @@ def _sees_later_tokens(model: Logits, num_tokens: int, vocabulary_size: int) -> 
 
 def config_text(config: Any) -> str:
     """Return a configuration as the text of a config.json that `from_pretrained` reads."""
-    architecture = _architecture(config.model_type)
-    return json.dumps(config.to_dict() | {"architectures": [architecture]}, indent=2, sort_keys=True) + "\n"
-
-
-def _architecture(name: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return json.dumps(config.to_dict() | {"architectures": architectures}, indent=2, sort_keys=True) + "\n"
