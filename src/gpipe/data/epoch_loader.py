@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from gpipe.data.randomness import draw_epoch_order
 
-MiniBatch = TypeVar("MiniBatch")
+_Batch = TypeVar("_Batch")
 
 
-class EpochPosition(Generic[MiniBatch]):
+class EpochPosition(Generic[_Batch]):
     """What all loaders share: the seed, the epoch, and this process's replica.
 
     A subclass sets `_num_batches`, the number of mini-batches per epoch, and its `_read` reads those of batch_numbers.
@@ -52,7 +52,7 @@ class EpochPosition(Generic[MiniBatch]):
         """Return the number of mini-batches per epoch; batch_numbers do not change it."""
         return self._num_batches
 
-    def __iter__(self) -> Iterator[MiniBatch]:
+    def __iter__(self) -> Iterator[_Batch]:
         """Yield the mini-batches of batch_numbers."""
         self.wait_seconds, self.num_replaced = 0.0, 0
         started = time.perf_counter()
@@ -61,7 +61,7 @@ class EpochPosition(Generic[MiniBatch]):
             yield batch
             started = time.perf_counter()
 
-    def _read(self) -> Iterable[MiniBatch]:
+    def _read(self) -> Iterable[_Batch]:
         raise NotImplementedError
 
     def _batch_numbers(self) -> Sequence[int]:
@@ -88,7 +88,7 @@ class EpochOptions(TypedDict, total=False):
     drop_last: bool
 
 
-class EpochLoader(EpochPosition[MiniBatch]):
+class EpochLoader(EpochPosition[_Batch]):
     """What all loaders of examples share: which examples are in which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
