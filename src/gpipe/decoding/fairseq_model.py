@@ -9,7 +9,6 @@ memory. Source of the interface: fairseq 0.12.2, sequence_generator.py, Ensemble
 """
 
 import copy
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,10 +48,6 @@ class FairseqModel(nn.Module):
         self.encoder = Encoder(nn.Sequential(*parts[:split]), target)
         self.decoder = Decoder(target, parts[split + 1 :])
         self.eval()
-
-    def max_decoder_positions(self) -> int:
-        """Return the longest target: sinusoids set no limit."""
-        return sys.maxsize
 
     def get_normalized_probs(
         self, net_output: tuple[Tensor, None], log_probs: bool = True, sample: None = None
