@@ -57,9 +57,8 @@ class Softmax(nn.Linear):
 def softmax_names(layers: nn.ModuleDict) -> set[str]:
     """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes."""
     return {
-        f"layers.{index}.{path}.{name}" if path else f"layers.{index}.{name}"
-        for index, layer in layers.items()
-        for path, module in layer.named_modules()
+        f"layers.{path}.{name}"
+        for path, module in layers.named_modules(remove_duplicate=False)
         if isinstance(module, Softmax)
         for name, _ in module.named_parameters()
     }
