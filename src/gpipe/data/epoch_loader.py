@@ -8,7 +8,7 @@ from typing import Generic, Required, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe.data.randomness import draw_epoch_order
+from gpipe.data.randomness import make_epoch_generator
 
 _Batch = TypeVar("_Batch")
 
@@ -141,6 +141,6 @@ class EpochLoader(EpochPosition[_Batch]):
     def _parts(self) -> list[tuple[int, NDArray[np.int64]]]:
         """Return the number of each mini-batch of the next iteration, with the indices of this replica's part."""
         num, size = self._num_examples, self._mini_batch_size
-        order = draw_epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
+        order = make_epoch_generator(self._seed, self.epoch).permutation(num) if self._shuffle else np.arange(num)
         own = slice(self._replica_index, None, self._num_replicas)
         return [(n, order[size * n : size * (n + 1)][own]) for n in self._batch_numbers()]

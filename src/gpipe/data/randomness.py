@@ -10,15 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 # SeedSequence pads short keys with zeros, so (seed, epoch) alone would be the key of sample 0 of that epoch.
 _ORDER, _AUGMENTATION, _WALK, _MIXING = 1, 2, 3, 4
-
-
-def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
-    """Return the indices of all examples in this epoch's order."""
-    return make_epoch_generator(seed, epoch).permutation(num_examples)
 
 
 def make_epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
