@@ -2,7 +2,7 @@
 
 import multiprocessing
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -83,7 +83,7 @@ class ImageLoader(EpochLoader[Batch]):
         self.broken_images: dict[int, str] = {}
         # The worker processes outlive an epoch: this list carries their requests.
         self._requests: list[_Request] = []
-        self._images: Iterable[_Answer] | None = None
+        self._open: Callable[[], Iterable[_Answer | None]] = partial(repeat, None)
         if load_images:
             self._open = partial(
                 _QuietLoader,
@@ -99,13 +99,13 @@ class ImageLoader(EpochLoader[Batch]):
                 worker_init_fn=exit_with_fork_server,
                 generator=torch.Generator(),  # otherwise each iteration draws from the global one
             )
-            self._images = self._open()
+        self._images: Iterable[_Answer | None] = self._open()
         # Kept here: an abandoned iteration must not keep the worker processes alive.
         self._answers: Iterator[_Answer | None] = iter(())
 
     def _read(self) -> Iterator[Batch]:
         self._requests[:] = [(self.epoch, number, indices) for number, indices in self._parts()]
-        self._answers = repeat(None) if self._images is None else iter(self._images)
+        self._answers = iter(self._images)
         for epoch, number, indices in tuple(self._requests):
             images = self._accept(next(self._answers), indices)
             targets = torch.from_numpy(self._labels[indices])
@@ -119,9 +119,8 @@ class ImageLoader(EpochLoader[Batch]):
 
         Garbage collection would take five seconds per worker: it deletes a worker's queue before it stops the worker.
         """
-        if self._images is not None:
-            self._answers = iter(())
-            self._images = self._open()
+        self._answers = iter(())
+        self._images = self._open()
 
     def _accept(self, answer: _Answer | None, indices: NDArray[np.int64]) -> torch.Tensor | None:
         """Return the images of the answer to a request of `indices`; warn about each newly found broken image.
