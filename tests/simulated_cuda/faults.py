@@ -194,7 +194,7 @@ def save(rank: int, timeout_seconds: float) -> Ending:
         streams.hang(device)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        writer = Writer(snapshot, Path(folder), 0, pipeline, None, [0])
+        writer = Writer(snapshot, Path(folder), pipeline, None, 1)
         try:
             writer.wait_until_copied()
         except CheckpointError as error:

@@ -47,8 +47,7 @@ class Saver:
         self._token = ""
         self._leads = pipeline.is_first
         self._writes = pipeline.job.replica_index == 0
-        self._process = min(pipeline.stages)
-        self._processes: list[int] = []
+        self._num_processes = 0
 
     def _open(self) -> None:
         """Prepare the folder before the first save."""
@@ -60,8 +59,8 @@ class Saver:
         if self._writes and not self._token:
             self._lead(self._clean)
             # No other process, not even one of this run that was believed dead, writes to a folder of this name.
-            self._token = self._pipeline.job.gather(secrets.token_hex(4))[0]
-            self._processes = self._pipeline.job.gather(self._process)
+            tokens = self._pipeline.job.gather(secrets.token_hex(4))
+            self._token, self._num_processes = tokens[0], len(tokens)
 
     def rehearse(self, content: Content) -> None:
         """Do what `save` does, but without the tensors' values, and leave nothing behind.
@@ -82,12 +81,12 @@ class Saver:
         def write_own_part() -> int:
             """Write a part without tensors into a folder that all processes see; return the tensors' bytes."""
             specs = [TensorSpec.of(name, tensor) for tensors in kinds.values() for name, tensor in tensors.items()]
-            write_part(partial, self._process, {})
+            write_part(partial, self._pipeline.job.process, {})
             return sum(spec.num_bytes for spec in specs)
 
         def write_all(num_bytes: int) -> None:
             """Write a manifest, rename its folder and delete it; `num_bytes` of tensors must fit onto the disk."""
-            files = take_parts(partial, self._processes)
+            files = take_parts(partial, self._num_processes)
             write_manifest(partial, content.describe(self._pipeline.num_layers), files)
             disk = shutil.disk_usage(self._folder)
             if disk.total > 0 and disk.free < num_bytes:  # some network disks do not report their size
@@ -141,7 +140,7 @@ class Saver:
             publish(partial, path, keep=self._keep, is_best=is_best)
 
         self._writer = Writer(
-            self._snapshot, partial, self._process, self._pipeline, finish if self._leads else None, self._processes
+            self._snapshot, partial, self._pipeline, finish if self._leads else None, self._num_processes
         )
 
     def wait_until_copied(self) -> None:

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
@@ -81,15 +81,14 @@ class Writer:
     Attributes:
         snapshot: taken, and not copied yet; another may be taken when this one is written.
         partial: the folder to write into, which exists.
-        publish: called on the leading process with the files of all `processes`, as JSON; None on the others.
+        publish: called on the leading process with the files of all processes, as JSON; None on the others.
     """
 
     snapshot: Snapshot
     partial: Path
-    process: int
     pipeline: Pipeline
     publish: Callable[[dict[str, Any]], None] | None
-    processes: Sequence[int]
+    num_processes: int
 
     def __post_init__(self) -> None:
         self._place, self._doing = self.pipeline.job.place, f"saving after step {self.pipeline.step}"
@@ -137,13 +136,13 @@ class Writer:
             self.snapshot.copy()
         finally:
             self._copied.set()
-        write_part(self.partial, self.process, self.snapshot.write(self.partial, self._go_on))
+        write_part(self.partial, self.pipeline.job.process, self.snapshot.write(self.partial, self._go_on))
         if self.publish is not None:
-            for process in self.processes:
+            for process in range(self.num_processes):
                 while not _name_part(self.partial, process).exists():
                     if not self._go_on(_POLL_SECONDS):
                         raise CheckpointError(f"{self.partial} is no longer needed")
-            self.publish(take_parts(self.partial, self.processes))
+            self.publish(take_parts(self.partial, self.num_processes))
 
     def _go_on(self, seconds: float = 0.0) -> bool:
         """Note that the disk answers, and return whether the checkpoint is needed `seconds` later."""
@@ -156,10 +155,10 @@ def write_part(partial: Path, process: int, files: Mapping[str, Any]) -> None:
     write_flushed(_name_part(partial, process), json.dumps(files))
 
 
-def take_parts(partial: Path, processes: Iterable[int]) -> dict[str, Any]:
+def take_parts(partial: Path, num_processes: int) -> dict[str, Any]:
     """Return the files of all parts of the manifest, and delete the parts."""
     files: dict[str, Any] = {}
-    for process in processes:
+    for process in range(num_processes):
         path = _name_part(partial, process)
         files |= json.loads(path.read_bytes())
         path.unlink()
