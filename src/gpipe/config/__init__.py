@@ -4,62 +4,35 @@ A field that can change a result has no default in Python (MISSING): every such 
 unknown keys and wrong types while it composes; `to_run` refuses wrong values when it builds the dataclasses.
 """
 
-from gpipe.config.checks import ConfigError
-from gpipe.config.composed import compose_plain, name_sources
-from gpipe.config.data import (
-    ImagesConfig,
-    ImageTableConfig,
-    Interpolation,
-    OwnImagesConfig,
-    RandomTokensConfig,
-    TextFolderConfig,
-    TokensConfig,
-    TranslationDataConfig,
-)
-from gpipe.config.model import (
-    AmoebaNetConfig,
-    ModelConfig,
-    TiedTables,
-    TimmConfig,
-    TransformerLMConfig,
-    TransformersConfig,
-    TranslationModelConfig,
-)
-from gpipe.config.pipeline import Device, PartitionBy, RematerializeChoice
-from gpipe.config.run import RunConfig, read_yaml, register_schemas, to_plain, to_run, to_yaml
-from gpipe.config.training import Autocast, Decay, OptimizerConfig, Resume, TrainerConfig
-
-__all__ = [
-    "AmoebaNetConfig",
-    "Autocast",
-    "ConfigError",
-    "Decay",
-    "Device",
-    "ImageTableConfig",
-    "ImagesConfig",
-    "Interpolation",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OwnImagesConfig",
-    "PartitionBy",
-    "RandomTokensConfig",
-    "RematerializeChoice",
-    "Resume",
-    "RunConfig",
-    "TextFolderConfig",
-    "TiedTables",
-    "TimmConfig",
-    "TokensConfig",
-    "TrainerConfig",
-    "TransformerLMConfig",
-    "TransformersConfig",
-    "TranslationDataConfig",
-    "TranslationModelConfig",
-    "compose_plain",
-    "name_sources",
-    "read_yaml",
-    "register_schemas",
-    "to_plain",
-    "to_run",
-    "to_yaml",
-]
+from gpipe.config.checks import ConfigError as ConfigError
+from gpipe.config.composed import compose_plain as compose_plain
+from gpipe.config.composed import name_sources as name_sources
+from gpipe.config.data import ImagesConfig as ImagesConfig
+from gpipe.config.data import ImageTableConfig as ImageTableConfig
+from gpipe.config.data import Interpolation as Interpolation
+from gpipe.config.data import OwnImagesConfig as OwnImagesConfig
+from gpipe.config.data import RandomTokensConfig as RandomTokensConfig
+from gpipe.config.data import TextFolderConfig as TextFolderConfig
+from gpipe.config.data import TokensConfig as TokensConfig
+from gpipe.config.data import TranslationDataConfig as TranslationDataConfig
+from gpipe.config.model import AmoebaNetConfig as AmoebaNetConfig
+from gpipe.config.model import ModelConfig as ModelConfig
+from gpipe.config.model import TiedTables as TiedTables
+from gpipe.config.model import TimmConfig as TimmConfig
+from gpipe.config.model import TransformerLMConfig as TransformerLMConfig
+from gpipe.config.model import TransformersConfig as TransformersConfig
+from gpipe.config.model import TranslationModelConfig as TranslationModelConfig
+from gpipe.config.pipeline import Device as Device
+from gpipe.config.pipeline import PartitionBy as PartitionBy
+from gpipe.config.pipeline import RematerializeChoice as RematerializeChoice
+from gpipe.config.run import RunConfig as RunConfig
+from gpipe.config.run import read_yaml as read_yaml
+from gpipe.config.run import register_schemas as register_schemas
+from gpipe.config.run import to_plain as to_plain
+from gpipe.config.run import to_run as to_run
+from gpipe.config.run import to_yaml as to_yaml
+from gpipe.config.training import Autocast as Autocast
+from gpipe.config.training import Decay as Decay
+from gpipe.config.training import OptimizerConfig as OptimizerConfig
+from gpipe.config.training import Resume as Resume
+from gpipe.config.training import TrainerConfig as TrainerConfig
