@@ -8,10 +8,10 @@ from omegaconf import DictConfig
 
 from gpipe.config.literally import take_literally
 from gpipe.config.predict import LITERAL, PredictConfig
-from gpipe.config.run import register_schema, to_settings
+from gpipe.config.run import register_schemas, to_settings
 from gpipe.launch.errors import report_errors, report_hydra_errors
 
-register_schema("predict_schema", PredictConfig)
+register_schemas(PredictConfig, "predict_schema")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="predict")

@@ -6,11 +6,11 @@ import hydra
 from omegaconf import DictConfig
 
 from gpipe.config.literally import take_literally
-from gpipe.config.run import register_schema, to_settings
+from gpipe.config.run import register_schemas, to_settings
 from gpipe.config.translate import LITERAL, TranslateConfig
 from gpipe.launch.errors import report_errors, report_hydra_errors
 
-register_schema("translate_schema", TranslateConfig)
+register_schemas(TranslateConfig, "translate_schema")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="translate")

@@ -18,7 +18,7 @@ from gpipe import config
 from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import PlanConfig
 from gpipe.config.predict import PredictConfig
-from gpipe.config.run import register_schema, to_settings
+from gpipe.config.run import to_settings
 from gpipe.config.translate import TranslateConfig
 from gpipe.launch.errors import _make_sentence
 from tests.config.composition import composed
@@ -46,8 +46,8 @@ TEXTS = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *EMPTY, *WORD)
 PROGRAMS: dict[str, tuple[Callable[[], None], Callable[[DictConfig], Any]]] = {
     "train": (register_schemas, to_run),
     "plan": (lambda: register_schemas(PlanConfig), to_run),
-    "predict": (lambda: register_schema("predict_schema", PredictConfig), to_settings),
-    "translate": (lambda: register_schema("translate_schema", TranslateConfig), to_settings),
+    "predict": (lambda: register_schemas(PredictConfig, "predict_schema"), to_settings),
+    "translate": (lambda: register_schemas(TranslateConfig, "translate_schema"), to_settings),
 }
 # They declare what others share.
 ABSTRACT = {"Section", "DataConfig", "ImagesConfig", "TokensConfig", "ModelConfig", "OptimizerConfig"}

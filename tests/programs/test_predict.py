@@ -16,7 +16,7 @@ from PIL import Image
 from gpipe.checkpoint.manifest import seal
 from gpipe.config.literally import take_literally
 from gpipe.config.predict import LITERAL, PredictConfig
-from gpipe.config.run import register_schema, to_settings
+from gpipe.config.run import register_schemas, to_settings
 from gpipe.data import open_image_set
 from gpipe.programs.predict import open_classifier, start
 from tests.support.program_server import run_program
@@ -62,7 +62,7 @@ def predict(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Predict]:
         found = capsys.readouterr()
         return found.out, found.err
 
-    register_schema("predict_schema", PredictConfig)
+    register_schemas(PredictConfig, "predict_schema")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield printed
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Device, register_schemas, to_run
 from gpipe.config.literally import take_literally
-from gpipe.config.run import register_schema, to_settings
+from gpipe.config.run import to_settings
 from gpipe.config.translate import LITERAL, TranslateConfig
 from gpipe.data import Tokenizer, open_corpus
 from gpipe.data.text.tokenizer import END
@@ -100,7 +100,7 @@ def translate(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Transla
             return f"error: {error}"
         return capsys.readouterr().out
 
-    register_schema("translate_schema", TranslateConfig)
+    register_schemas(TranslateConfig, "translate_schema")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield printed
 
@@ -144,7 +144,7 @@ def test_line_n_of_a_file_is_the_translation_of_line_n(
 def test_empty_lines_are_warned_of(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "german.txt"
     text.write_text("Guten Tag\n\n \nJa", encoding="utf-8")
-    register_schema("translate_schema", TranslateConfig)
+    register_schemas(TranslateConfig, "translate_schema")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         start(to_settings(compose("translate", overrides=[f"checkpoint={run}", f"file={text}"])))
     said = capsys.readouterr()
@@ -292,14 +292,14 @@ def test_without_fairseq_the_command_that_installs_it_is_named(
     ],
 )
 def test_text_is_taken_literally(composer: None, text: str) -> None:
-    register_schema("translate_schema", TranslateConfig)
+    register_schemas(TranslateConfig, "translate_schema")
     arguments = take_literally([f"text={text}", "file=null", "beam=2", "--cfg"], LITERAL, ["text"])
     composed = compose("translate", overrides=arguments[:-1])
     assert (composed.text, composed.file, composed.beam, arguments[-1]) == (text, None, 2, "--cfg")
 
 
 def test_the_help_names_every_setting(composer: None) -> None:
-    register_schema("translate_schema", TranslateConfig)
+    register_schemas(TranslateConfig, "translate_schema")
     text = OmegaConf.load(ROOT / "conf" / "translate.yaml").hydra.help.template
     assert all(re.search(rf"^ *{name}=", text, re.MULTILINE) for name in compose("translate"))
     assert "|".join(device.value for device in Device) in text and len(text.splitlines()) <= 40

@@ -6,7 +6,7 @@ A field of a `Section` is declared with the values that it takes: `num_layers: i
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from omegaconf import MISSING
 
@@ -88,6 +88,11 @@ class Section:
     """
 
     place: ClassVar[str] = ""
+
+    @classmethod
+    def kinds(cls) -> list[type[Self]]:
+        """Return this class and all that inherit from it."""
+        return [cls, *(kind for child in cls.__subclasses__() for kind in child.kinds())]
 
     def __post_init__(self) -> None:
         for declared in fields(self):

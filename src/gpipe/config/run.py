@@ -18,10 +18,6 @@ from gpipe.config.checks import ConfigError, Section, add_remedy, allowed, at_le
 from gpipe.config.data import (
     DataConfig,
     ImagesConfig,
-    ImageTableConfig,
-    OwnImagesConfig,
-    RandomTokensConfig,
-    TextFolderConfig,
     TokensConfig,
     TranslationDataConfig,
 )
@@ -37,13 +33,9 @@ from gpipe.config.model import (
 )
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
-    AdafactorConfig,
-    AdamWConfig,
     EmaConfig,
     OptimizerConfig,
-    RMSPropConfig,
     ScheduleConfig,
-    SGDConfig,
     TrackingConfig,
     TrainerConfig,
 )
@@ -149,34 +141,22 @@ def smallest_microbatch(num_examples: int, num_microbatches: int) -> int:
     return num_examples // min(num_examples, num_microbatches)
 
 
-def register_schemas(run: type[RunConfig] = RunConfig) -> None:
-    """Register the schemas with Hydra, which then refuses unknown keys and wrong types while it composes.
+def register_schemas(settings: type[Section] = RunConfig, name: str = "run_schema") -> None:
+    """Register a program's settings with Hydra, which then refuses unknown keys and wrong types while it composes.
 
     From then on it also refuses a configuration that names code or holds a secret of the environment.
     """
-    register_schema("run_schema", run)
+    guard_composition()
+    ConfigStore.instance().store(name=name, node=settings)
     _register_parts()
 
 
 @cache
 def _register_parts() -> None:
     store = ConfigStore.instance()
-    # Outside their groups: --help lists the files of groups.
-    store.store(name="amoebanet_schema", node=AmoebaNetConfig)
-    store.store(name="timm_schema", node=TimmConfig)
-    store.store(name="transformers_schema", node=TransformersConfig)
-    store.store(name="transformer_lm_schema", node=TransformerLMConfig)
-    store.store(name="translation_model_schema", node=TranslationModelConfig)
-    store.store(name="images_schema", node=ImagesConfig)
-    store.store(name="own_images_schema", node=OwnImagesConfig)
-    store.store(name="image_table_schema", node=ImageTableConfig)
-    store.store(name="random_tokens_schema", node=RandomTokensConfig)
-    store.store(name="text_folder_schema", node=TextFolderConfig)
-    store.store(name="translation_data_schema", node=TranslationDataConfig)
-    store.store(name="rmsprop_schema", node=RMSPropConfig)
-    store.store(name="sgd_schema", node=SGDConfig)
-    store.store(name="adamw_schema", node=AdamWConfig)
-    store.store(name="adafactor_schema", node=AdafactorConfig)
+    for base in (DataConfig, ModelConfig, OptimizerConfig):
+        for kind in base.kinds():
+            store.store(name=kind.__name__, node=kind)  # outside its group: --help lists the files of groups
     # What ends a sweep; named here and not in conf/, where no file may name code.
     store.store(
         group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.programs.sweep.SweepEnd"}}
@@ -212,12 +192,7 @@ def by_size(size: int, values: Mapping[int, Any]) -> Any:
 
 
 def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
-    """Return the value under a name.
-
-    Args:
-        setting: the key that gets the value, and that can be set instead.
-        name: the name.
-        values: by name.
+    """Return the value under a name, which becomes that of `setting`.
 
     Raises:
         ConfigError: the name has no value.
@@ -254,21 +229,15 @@ def statistics_weight(num_examples: int, batch_size: int) -> float:
     return min(10 / max(1, num_examples // batch_size), 0.1)
 
 
-def to_run(composed: DictConfig) -> RunConfig:
-    """Turn what Hydra composed into checked dataclasses, once.
+def to_settings(composed: DictConfig) -> Any:
+    """Turn what Hydra composed into a program's checked settings, once.
 
     Raises:
         ConfigError: a value is wrong, or a key is unknown.
     """
     refuse_added_keys(composed, "")
-    if composed.init_from == TO_BE_GIVEN:
-        raise ConfigError(
-            "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
-            "init_from=null to train from scratch."
-        )
-    refuse_open(composed)
     try:
-        run = OmegaConf.to_object(composed)
+        return OmegaConf.to_object(composed)
     except InterpolationKeyError as error:
         raise ConfigError(
             f"{error.full_key} depends on a setting that does not exist ({why(error)}): set {error.full_key}=... ."
@@ -277,6 +246,17 @@ def to_run(composed: DictConfig) -> RunConfig:
         raise ConfigError(f"{error.full_key} is not set, expected a value: set {error.full_key}=... .") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {add_remedy(why(error))}") from None
+
+
+def to_run(composed: DictConfig) -> RunConfig:
+    """Turn what Hydra composed into the checked settings of a run; raise ConfigError as `to_settings` does."""
+    if composed.init_from == TO_BE_GIVEN:
+        raise ConfigError(
+            "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
+            "init_from=null to train from scratch."
+        )
+    refuse_open(composed)
+    run = to_settings(composed)
     assert isinstance(run, RunConfig)
     _refuse_without_effect(run)
     return run
@@ -291,22 +271,6 @@ def _refuse_without_effect(run: RunConfig) -> None:
     if isinstance(model, AmoebaNetConfig):
         is_trained = model.auxiliary_weight > 0 or not model.auxiliary_head
         require(is_trained, "model.auxiliary_weight", model.auxiliary_weight, "above 0 with model.auxiliary_head=true")
-
-
-def register_schema(name: str, node: type[Any]) -> None:
-    """Register the schema of a program's settings with Hydra, which then composes none that name files or code."""
-    guard_composition()
-    ConfigStore.instance().store(name=name, node=node)
-
-
-def to_settings(composed: DictConfig) -> Any:
-    """Turn what Hydra composed into a program's checked settings.
-
-    Raises:
-        ConfigError: a value is wrong, or a key is unknown.
-    """
-    refuse_added_keys(composed, "")
-    return OmegaConf.to_object(composed)
 
 
 def refuse_open(composed: DictConfig) -> None:
