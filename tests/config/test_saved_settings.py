@@ -52,7 +52,7 @@ def test_settings_that_do_nothing_come_back_of_a_run_that_had_them() -> None:
         ("pipeline", {"rematerialize": "sometimes"}, "Invalid value 'sometimes'"),
         ("seed", 1.5, "'1.5' of type 'float'"),
         ("init_from", ["a"], "list"),
-        ("name", None, "NoneType"),
+        ("name", None, "field 'name' is not Optional"),
     ],
 )
 def test_settings_of_another_program_are_refused_in_a_sentence(section: str, change: Any, said: str) -> None:

@@ -6,10 +6,10 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe.config.checks import ConfigError
+from gpipe.config.checks import ConfigError, Section
 from gpipe.config.run import RunConfig
 
 
@@ -21,59 +21,43 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: these are not the settings of a run that this program knows.
     """
-    hints = get_type_hints(RunConfig)
+    own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
+    if "${" in json.dumps(own):
+        raise ConfigError(
+            "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
+        )
     try:
-        own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
-        if "${" in json.dumps(own):
-            raise ConfigError(
-                "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
-            )
-        known = {**dict.fromkeys(_nullable(RunConfig)), **plain}
-        parts = {field.name: _part(hints[field.name], known[field.name]) for field in fields(RunConfig)}
-        run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # checks all types
-        assert isinstance(run, RunConfig)
-        return run
+        run = OmegaConf.to_object(_complete(RunConfig, own))  # checks all types
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+    except (TypeError, ValueError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"the settings that were saved are not those of a run that this program knows ({type(error).__name__}: "
             f"{reason}): use the version of the program that saved them."
         ) from None
+    assert isinstance(run, RunConfig)
+    return run
 
 
-def _part(base: Any, value: Any) -> Any:
-    """Return a section of the settings as its dataclass, or a plain value as it is."""
-    if not is_dataclass(base):
-        return value
-    assert isinstance(base, type)
-    kinds = [kind for kind in _family(base) if _names(kind) - _nullable(kind) <= set(value) <= _names(kind)]
+def _complete(base: type[Section], plain: Mapping[str, Any]) -> DictConfig:
+    """Return a section as settings of the kind that has its keys, with null for each missing one that may be null."""
+    kinds = [kind for kind in base.kinds() if _names(kind) - _nullable(kind) <= set(plain) <= _names(kind)]
     if not kinds:
-        raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
+        raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(plain))}")
     kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind with more settings is meant only if it has them
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _complete(kind, value)))
-
-
-def _complete(kind: type, value: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return a section, and those in it, with null for each missing setting that may be null."""
     hints = get_type_hints(kind)
-    parts = {
-        name: _complete(hints[name], part) if is_dataclass(hints.get(name)) and isinstance(part, Mapping) else part
-        for name, part in value.items()
-    }
-    return {**dict.fromkeys(_nullable(kind)), **parts}
+    known = {**dict.fromkeys(_nullable(kind)), **plain}
+    section: DictConfig = OmegaConf.structured(kind)
+    for name, value in known.items():
+        section[name] = _complete(hints[name], value) if is_dataclass(hints[name]) else value
+    return section
 
 
-def _names(kind: type) -> set[str]:
+def _names(kind: type[Section]) -> set[str]:
     return {field.name for field in fields(kind)}
 
 
-def _nullable(kind: type) -> set[str]:
+def _nullable(kind: type[Section]) -> set[str]:
     """Return the names of the settings that may be null."""
     return {name for name, hint in get_type_hints(kind).items() if NoneType in get_args(hint)}
-
-
-def _family(base: type) -> list[type]:
-    children: list[type] = base.__subclasses__()
-    return [base, *(kind for child in children for kind in _family(child))]
