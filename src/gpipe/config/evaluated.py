@@ -1,6 +1,9 @@
 """The settings of an evaluation: those of the training, with the data that the command line chooses."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,7 +35,7 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
         ConfigError: the command line changes the model or how it was trained; the data has other classes, images with
             another kind of labels, or examples of the training.
     """
-    plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
+    plain: dict[str, Any] = copy.deepcopy(dict(saved))
     plain["launch"] = _plain(composed, "launch")
     for word, key in find_said_keys(overrides):
         section = next((name for name in _SAYABLE if key == name or key.startswith(f"{name}.")), None)
@@ -51,10 +54,9 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
                 plain["data"]["num_classes"] = saved["data"].get("num_classes")
             if chosen.get("several_labels", 0) is None:  # likewise
                 plain["data"]["several_labels"] = bool(saved["data"].get("several_labels"))
-        elif key == section:
-            plain[section] = _plain(composed, section)
         else:
-            _put(plain, key.split("."), OmegaConf.select(composed, key))
+            *sections, name = key.split(".")
+            reduce(getitem, sections, plain)[name] = _plain(composed, key)
     run = from_plain(plain)
     found, trained = (data.get("num_classes") for data in (plain["data"], saved["data"]))
     if found != trained:
@@ -105,15 +107,9 @@ def describe_kind(has_several_labels: bool) -> str:
     return "several labels each" if has_several_labels else "one label each"
 
 
-def _plain(composed: DictConfig, section: str) -> dict[str, Any]:
-    plain = OmegaConf.to_container(composed[section], resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def _put(plain: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    *sections, name = path
-    for section in sections:
-        plain[section] = dict(plain[section])
-        plain = plain[section]
-    plain[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else getattr(value, "name", value)
+def _plain(composed: DictConfig, key: str) -> Any:
+    """Return a section or a value as JSON has it."""
+    value = OmegaConf.select(composed, key)
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True, enum_to_str=True)
+    return getattr(value, "name", value)
