@@ -1,7 +1,7 @@
 """The data's settings: one dataclass per kind of data."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -21,19 +21,9 @@ from gpipe.config.checks import (
 _MOST_PIXELS = 16_384  # per side: such an image has 3 GiB
 
 
-class AugmentationPolicy(Enum):
-    """A published augmentation policy, applied besides crop, flip and colour jitter."""
-
-    none = "none"
-    autoaugment = "autoaugment"
-    randaugment = "randaugment"
-
-
-class Interpolation(Enum):
-    """How images are resized."""
-
-    bilinear = "bilinear"
-    bicubic = "bicubic"
+# A published augmentation policy, applied besides crop, flip and colour jitter.
+AugmentationPolicy = StrEnum("AugmentationPolicy", ["none", "autoaugment", "randaugment"])
+Interpolation = StrEnum("Interpolation", ["bilinear", "bicubic"])
 
 
 def _is_pair(pair: list[float]) -> bool:

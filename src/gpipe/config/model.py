@@ -2,30 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from gpipe.config.checks import ConfigError, Section, allowed, at_least, kind, positive, rate, require, share
 
-
-class Variant(Enum):
-    """The AmoebaNets of Real et al."""
-
-    a = "a"
-    b = "b"
-    c = "c"
-    d = "d"
-
-
-class TiedTables(Enum):
-    """Which tables of a translation model share one parameter: source, target and softmax layer."""
-
-    none = "none"
-    inputs = "inputs"
-    output = "output"
-    all = "all"
+Variant = StrEnum("Variant", ["a", "b", "c", "d"])  # of the AmoebaNets of Real et al.
+# Which tables of a translation model share one parameter: source, target and softmax layer.
+TiedTables = StrEnum("TiedTables", ["none", "inputs", "output", "all"])
 
 
 @dataclass

@@ -1,71 +1,33 @@
 """The settings of the pipeline and of its processes."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from gpipe.config.checks import MOST_PROCESSES, Section, at_least, require, within
 
+# Which micro-batches are recomputed in the backward pass; fit: those that do not fit into a device's memory.
+RematerializeChoice = StrEnum("RematerializeChoice", ["always", "except_last", "never", "fit"])
 
-class RematerializeChoice(Enum):
-    """Which micro-batches are recomputed in the backward pass; fit: those that do not fit into a device's memory."""
+# The order of a step's tasks.
+PipelineSchedule = StrEnum("PipelineSchedule", ["gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1", "zb_v"])
 
-    always = "always"
-    except_last = "except_last"
-    never = "never"
-    fit = "fit"
-
-
-# The order of a step's tasks; in a class statement, no member could be called 1f1b.
-PipelineSchedule = Enum(
-    "PipelineSchedule",
-    {
-        "gpipe": "gpipe",
-        "1f1b": "1f1b",
-        "interleaved_1f1b": "interleaved_1f1b",
-        "split_gpipe": "split_gpipe",
-        "zb_h1": "zb_h1",
-        "zb_v": "zb_v",
-    },
+# The cost of a layer that the partitions balance.
+# seconds: those of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the
+# same, measured by the first process before training. memory: the cut with the lowest peak. measured_memory: the same,
+# with the temporary memory of operations on this processor, also measured.
+PartitionBy = StrEnum(
+    "PartitionBy", ["seconds", "measured_seconds", "flops", "parameter_bytes", "memory", "measured_memory"]
 )
 
+# What the partitioning minimises.
+# step: the simulated step, if costs are seconds; other costs cannot be simulated, and are balanced as for max.
+# max: the most expensive partition. variance: the variance of the partitions' costs (the paper's rule).
+Objective = StrEnum("Objective", ["step", "max", "variance"])
 
-class PartitionBy(Enum):
-    """The cost of a layer that the partitions balance.
-
-    seconds: those of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the
-    same, measured by the first process before training. memory: the cut with the lowest peak. measured_memory: the
-    same, with the temporary memory of operations on this processor, also measured.
-    """
-
-    seconds = "seconds"
-    measured_seconds = "measured_seconds"
-    flops = "flops"
-    parameter_bytes = "parameter_bytes"
-    memory = "memory"
-    measured_memory = "measured_memory"
-
-
-class Objective(Enum):
-    """What the partitioning minimises.
-
-    step: the simulated step, if costs are seconds; other costs cannot be simulated, and are balanced as for max.
-    max: the most expensive partition. variance: the variance of the partitions' costs (the paper's rule).
-    """
-
-    step = "step"
-    max = "max"
-    variance = "variance"
-
-
-class Device(Enum):
-    """Where the stages compute; auto is CUDA if there is a GPU."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])  # where the stages compute; auto is CUDA if there is a GPU
 
 
 @dataclass

@@ -1,19 +1,15 @@
 """The settings of plan.py: those of a run, an accelerator, and what to look for."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from omegaconf import MISSING
 
 from gpipe.config.checks import MOST_PROCESSES, ConfigError, positive, share, within
 from gpipe.config.run import RunConfig
 
-
-class Find(Enum):
-    """What plan.py looks for: the largest model that fits, by one of its sizes."""
-
-    num_layers = "num_layers"
-    num_filters = "num_filters"
+# What plan.py looks for: the largest model that fits, by one of its sizes.
+Find = StrEnum("Find", ["num_layers", "num_filters"])
 
 
 @dataclass

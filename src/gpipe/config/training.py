@@ -1,50 +1,25 @@
 """The settings of optimisation, evaluation and tracking."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from gpipe.config.checks import Section, at_least, kind, positive, rate, require, share
 
-
-class Decay(Enum):
-    """The learning rate's curve after the warm-up."""
-
-    exponential = "exponential"
-    cosine = "cosine"
-    inverse_square_root = "inverse_square_root"
-    constant = "constant"
-
-
-class Autocast(Enum):
-    """The precision of products and convolutions; weights are float32 in any case.
-
-    auto is bfloat16 on a device with hardware for it, and none on others.
-    """
-
-    auto = "auto"
-    none = "none"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class MatmulPrecision(Enum):
-    """The precision of float32 products on a GPU: high rounds their factors to TF32, medium to bfloat16."""
-
-    highest = "highest"
-    high = "high"
-    medium = "medium"
-
-
-class TrackingMode(Enum):
-    """Where the run is shown: offline and online are modes of Weights & Biases; metrics.jsonl is always written."""
-
-    offline = "offline"
-    online = "online"
-    tensorboard = "tensorboard"
-    disabled = "disabled"
+# The learning rate's curve after the warm-up.
+Decay = StrEnum("Decay", ["exponential", "cosine", "inverse_square_root", "constant"])
+# The precision of products and convolutions; weights are float32 in any case. auto is bfloat16 on a device with
+# hardware for it, and none on others.
+Autocast = StrEnum("Autocast", ["auto", "none", "bfloat16", "float16"])
+# The precision of float32 products on a GPU: high rounds their factors to TF32, medium to bfloat16.
+MatmulPrecision = StrEnum("MatmulPrecision", ["highest", "high", "medium"])
+# Where the run is shown: offline and online are modes of Weights & Biases; metrics.jsonl is always written.
+TrackingMode = StrEnum("TrackingMode", ["offline", "online", "tensorboard", "disabled"])
+Resume = StrEnum("Resume", ["auto", "never"])  # whether repeating a command resumes the run that it left unfinished
+# What happens after a loss or gradient norm that is not finite: the run stops, or its mini-batch is skipped.
+NonFiniteAction = StrEnum("NonFiniteAction", ["stop", "skip"])
 
 
 @dataclass
@@ -159,20 +134,6 @@ class TrackingConfig(Section):
     place: ClassVar[str] = "tracking."
     mode: TrackingMode = MISSING
     project: str = MISSING
-
-
-class Resume(Enum):
-    """Whether repeating a command resumes the run that it left unfinished."""
-
-    auto = "auto"
-    never = "never"
-
-
-class NonFiniteAction(Enum):
-    """What happens after a loss or gradient norm that is not finite: the run stops, or its mini-batch is skipped."""
-
-    stop = "stop"
-    skip = "skip"
 
 
 @dataclass
