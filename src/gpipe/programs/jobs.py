@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
@@ -46,6 +46,21 @@ class Outcome:
     config: dict[str, Any] | None = None
 
 
+# The columns of the table: a result's name, its title, and its format.
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "top1": ("top-1", "{:.2%}".format),
+    "top5": ("top-5", "{:.2%}".format),
+    "loss": ("loss", "{:.4f}".format),
+    "examples_per_second": ("examples/s", "{:.4g}".format),
+    "step_seconds": ("s per step, data apart", "{:.3g}".format),
+    "bubble": ("bubble", "{:.1%}".format),
+    "equal_stages_bubble": ("bubble, equal stages", "{:.1%}".format),
+    "peak_memory_bytes": ("MiB, peak", lambda value: f"{value / 2**20:.0f}"),
+    "seconds": ("minutes", lambda value: f"{value / 60:.1f}"),
+}
+_OF_EVALUATIONS = ("top1", "top5", "loss")
+
+
 @dataclass(frozen=True)
 class SweepJob:
     """The outcome and the folder of a job, its record if it is done, and when its outcome was written."""
@@ -54,6 +69,22 @@ class SweepJob:
     folder: Path
     record: Record | None
     written: float
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Its overrides by key; experiment=a of a grid replaces +experiment=b of the command line."""
+        words = sorted(self.outcome.overrides, key=lambda override: not override.startswith("+"))
+        return dict(map(_split_override, words))
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """What its record has of the table's figures."""
+        if self.record is None:
+            return {}
+        results = self.record.results
+        main: dict[str, float] = next(iter(results.get("evaluation", {}).values()), {})
+        found = results | {"loss": main.get("loss"), "examples_per_second": self.record.examples_per_second}
+        return {name: found[name] for name in _FIGURES if found.get(name) is not None}
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -110,112 +141,94 @@ def _read_outcome(path: Path) -> Outcome:
 def summarize(folder: Path, jobs: Sequence[SweepJob], others: Sequence[SweepJob] = ()) -> None:
     """Write the table of a sweep into the sweep's folder, and print it; a narrow terminal shows fewer figures.
 
-    Args:
-        folder: the sweep's.
-        jobs: its own jobs.
-        others: the other jobs in its folder, of which only the names are shown.
+    `others` are jobs in its folder that are not its own; only their names are shown.
     """
-    shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
+    shown = [name for name in _FIGURES if any(name in job.figures for job in jobs)]
     means = "".join(f"\n{line}\n" for line in _average_seeds(jobs))
     if others:
         names = ", ".join(sorted(job.folder.name for job in others))
         means += f"\nleft out, because this sweep did not run them: {names}\n"
-    table = _render(_table(jobs, shown))
+    table = _render_table(jobs, shown)
     path = folder / SUMMARY_FILE
     write_flushed(path, table + means)
     if sys.stdout.isatty():
         columns = get_terminal_size().columns
         while shown and len(table.partition("\n")[0]) > columns:
-            table = _render(_table(jobs, shown := shown[:-1]))
+            table = _render_table(jobs, shown := shown[:-1])
     print(f"\n{table}{means}")
     found = Counter(job.outcome.status for job in jobs)
     counts = [f"{found[status]} {status}" for status in ("done", "not run", "failed") if found[status]]
     print(f"{', '.join(counts) or '0 done'}; the table is in {path}", flush=True)
 
 
-def _render(table: Table) -> str:
-    text = StringIO()  # not a terminal, so without colours
-    Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, not markup
-    return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
-
-
 def describe_best(jobs: Sequence[SweepJob]) -> str:
     """Return a line on the job of a search with the largest top-1; empty if none has one."""
-    scores = [(job.record.results.get("top1"), job) for job in jobs if job.record is not None]
-    known = [(top1, job) for top1, job in scores if top1 is not None]
+    known = [job for job in jobs if "top1" in job.figures]
     if not known:
         return ""
-    top1, job = max(known, key=lambda pair: pair[0])
-    return f"the best trial is {job.folder.name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
+    best = max(known, key=lambda job: job.figures["top1"])
+    words = " ".join(best.outcome.overrides)
+    return f"the best trial is {best.folder.name}, with top-1 {best.figures['top1']:.2%}: {words}"
 
 
 def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
     """Return a line per group of jobs that differ only in their seeds: mean and standard deviation of each figure."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    groups: dict[tuple[str, str], list[SweepJob]] = {}
     for job in jobs:
         if job.record is not None:
-            words = _settings(job)
+            words = job.settings
             others = (f"{key}={value}" for key, value in words.items() if key != "seed")
             # Overrides do not show what is in files, so settings are compared too: without those that depend on the
             # seed, and without the memory limit, which depends on the host.
             of_seed = (key for key, value in words.items() if "${seed}" in f"{value}")
             found = without(("seed", "pipeline.memory_limit_bytes", *of_seed), job.record.settings)
             settings = json.dumps(found, sort_keys=True)
-            groups.setdefault((" ".join(sorted(others)), settings), []).append(job.record)
+            groups.setdefault((" ".join(sorted(others)), settings), []).append(job)
     shared = set.intersection(*(set(name.split()) for name, _ in groups)) if len(groups) > 1 else set()
     lines = []
-    for (name, _), records in groups.items():
+    for (name, _), group in groups.items():
         parts = []
-        for figure in _FIGURES[:3]:
-            values = [value for record in records if (value := figure.value(record)) is not None]
+        for figure in _OF_EVALUATIONS:
+            title, show = _FIGURES[figure]
+            values = [job.figures[figure] for job in group if figure in job.figures]
             if len(values) > 1:
-                parts.append(f"{figure.name} {figure.format(mean(values))} ± {figure.format(stdev(values))}")
+                parts.append(f"{title} {show(mean(values))} ± {show(stdev(values))}")
         if parts:
             own = " ".join(word for word in name.split() if word not in shared) if len(groups) > 1 else ""
-            lines.append(f"{own}{': ' if own else ''}{', '.join(parts)} (mean and deviation over {len(records)} seeds)")
+            lines.append(f"{own}{': ' if own else ''}{', '.join(parts)} (mean and deviation over {len(group)} seeds)")
     return lines
 
 
-def _table(jobs: Sequence[SweepJob], shown: Sequence["_Figure"]) -> Table:
+def _render_table(jobs: Sequence[SweepJob], shown: Sequence[str]) -> str:
     """Return a table with one row per job: the overrides in which the jobs differ, some figures, and the outcome.
 
-    Jobs that lack the same data or devices share a row.
+    Jobs that were not run for the same reason on the same data share a row.
     """
-    settings = [_settings(job) for job in jobs]
-    known = dict.fromkeys(key for part in settings for key in part)
-    keys = [key for key in known if len({part.get(key) for part in settings}) > 1]
+    known = dict.fromkeys(key for job in jobs for key in job.settings)
+    keys = [key for key in known if len({job.settings.get(key) for job in jobs}) > 1]
     table = Table(box=MARKDOWN)
     for key in keys:
         table.add_column(key)
-    for figure in shown:
-        table.add_column(figure.name, justify="right")
+    for name in shown:
+        table.add_column(_FIGURES[name][0], justify="right")
     table.add_column("outcome")
     table.add_column("folder")
-    for group in _group_jobs(jobs):
-        parts = [_settings(job) for job in group]
-        shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
-        table.add_row(
-            *shared,
-            *(figure.cell(group[0].record) for figure in shown),
-            _describe_outcome(group),
-            group[0].folder.name if len(group) == 1 else "",
-        )
-    return table
-
-
-def _group_jobs(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
-    """Group the jobs that were not run for the same reason on the same data; every other job is its own group."""
     groups: dict[object, list[SweepJob]] = {}
     for job in jobs:
         is_run = job.outcome.status != "not run"
         groups.setdefault(job.folder if is_run else (job.outcome.data, job.outcome.reason), []).append(job)
-    return list(groups.values())
-
-
-def _describe_outcome(group: Sequence[SweepJob]) -> str:
-    outcome = group[0].outcome
-    why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
-    return f"{outcome.status}{why}" + (f" ({len(group)} runs)" if len(group) > 1 else "")
+    for group in groups.values():
+        first, outcome = group[0], group[0].outcome
+        shared = [
+            values.pop() if len(values := {job.settings.get(key, "") for job in group}) == 1 else "" for key in keys
+        ]
+        figures = [_FIGURES[name][1](first.figures[name]) if name in first.figures else "" for name in shown]
+        why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
+        count, folder = (f" ({len(group)} runs)", "") if len(group) > 1 else ("", first.folder.name)
+        table.add_row(*shared, *figures, f"{outcome.status}{why}{count}", folder)
+    text = StringIO()  # not a terminal, so without colours
+    Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, not markup
+    return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
 
 
 def _order(override: str) -> tuple[str, float, str]:
@@ -230,43 +243,3 @@ def _order(override: str) -> tuple[str, float, str]:
 def _split_override(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
-
-
-def _settings(job: SweepJob) -> dict[str, str]:
-    """Return a job's overrides by key; experiment=a of a grid replaces +experiment=b of the command line."""
-    return dict(map(_split_override, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
-
-
-@dataclass(frozen=True)
-class _Figure:
-    """A column of the table: how to find a figure in a record, and how to format it."""
-
-    name: str
-    value: Callable[[Record], float | None]
-    format: Callable[[float], str]
-
-    def cell(self, record: Record | None) -> str:
-        value = None if record is None else self.value(record)
-        return "" if value is None else self.format(value)
-
-
-def _result(name: str) -> Callable[[Record], float | None]:
-    return lambda record: record.results.get(name)
-
-
-def _loss(record: Record) -> float | None:
-    evaluation: dict[str, float] = next(iter(record.results.get("evaluation", {}).values()), {})
-    return evaluation.get("loss")
-
-
-_FIGURES = (
-    _Figure("top-1", _result("top1"), "{:.2%}".format),
-    _Figure("top-5", _result("top5"), "{:.2%}".format),
-    _Figure("loss", _loss, "{:.4f}".format),
-    _Figure("examples/s", lambda record: record.examples_per_second, "{:.4g}".format),
-    _Figure("s per step, data apart", _result("step_seconds"), "{:.3g}".format),
-    _Figure("bubble", _result("bubble"), "{:.1%}".format),
-    _Figure("bubble, equal stages", _result("equal_stages_bubble"), "{:.1%}".format),
-    _Figure("MiB, peak", _result("peak_memory_bytes"), lambda value: f"{value / 2**20:.0f}"),
-    _Figure("minutes", _result("seconds"), lambda value: f"{value / 60:.1f}"),
-)
