@@ -94,6 +94,10 @@ class Section:
         """Return this class and all that inherit from it."""
         return [cls, *(kind for child in cls.__subclasses__() for kind in child.kinds())]
 
+    def values_but(self, *left_out: str) -> dict[str, Any]:
+        """Return the settings by name, apart from some: the arguments of what has parameters of the same names."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+
     def __post_init__(self) -> None:
         for declared in fields(self):
             name, value = f"{self.place}{declared.name}", getattr(self, declared.name)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -39,6 +39,11 @@ class OptimizerConfig(Section):
     times_batch_size: bool = MISSING
     weight_decay: float = at_least(0)
     clip_norm: float | None = positive()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the optimiser itself takes, besides the learning rate."""
+        return self.values_but("name", "learning_rate", "times_batch_size", "clip_norm")
 
 
 @dataclass

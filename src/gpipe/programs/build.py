@@ -27,13 +27,13 @@ from gpipe.planning.accelerator import detect_accelerator
 from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
 from gpipe.programs.class_names import CLASS_NAMES, refuse_other_labels
 from gpipe.programs.layout import Layout
-from gpipe.programs.optimizer import build_run_optimizer
 from gpipe.programs.precision import build_autocast, choose_kernels, compile_options_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.loader import RepeatedLoader
+from gpipe.training.optimizers import build_optimizer
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -173,7 +173,7 @@ def build_trainer(
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
         refuse_other_labels(str(folder), earlier, workload.class_names)
     workload.keep(folder if place.is_main else None)
-    optimizer = build_run_optimizer(run.optimizer, pipeline.named_parameters(), rate)
+    optimizer = build_optimizer(run.optimizer.name, pipeline.named_parameters(), rate, **run.optimizer.arguments)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
         optimizer = ShardedOptimizer(optimizer, pipeline.job)
     # Only what is built: checkpoints keep the settings as the user gave them.

@@ -27,7 +27,6 @@ from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
-from gpipe.programs.optimizer import build_run_optimizer
 from gpipe.programs.precision import (
     build_autocast,
     choose_kernels,
@@ -37,6 +36,7 @@ from gpipe.programs.precision import (
 )
 from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
+from gpipe.training.optimizers import build_optimizer
 
 _TIMED_RUNS = 5  # per layer, after the warm-up
 
@@ -140,8 +140,9 @@ def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None 
         mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
     else:
         mode = Rematerialize(settings.rematerialize.value)
-    rate = run.optimizer.learning_rate
-    memory = try_optimizer(partial(build_run_optimizer, run.optimizer, rate=rate, on_gpus=accelerator.is_gpu))
+    optimizer = run.optimizer
+    options: dict[str, Any] = {"lr": optimizer.learning_rate, "on_gpus": accelerator.is_gpu, **optimizer.arguments}
+    memory = try_optimizer(partial(build_optimizer, optimizer.name, **options))
     return Setting(
         num_stages=settings.num_stages,
         num_microbatches=settings.num_microbatches,
