@@ -127,15 +127,9 @@ def describe_processes(run: RunConfig, folder: Path) -> Processes:
     """Return the number and kind of processes that the run needs."""
     return Processes(
         num_stages=run.pipeline.num_stages,
-        num_replicas=run.launch.num_replicas,
-        num_processes=run.launch.num_processes,
-        num_threads=run.launch.num_threads,
-        device=run.launch.device.value,
+        stages_per_device=run.pipeline.stages_per_device,
         timeout_seconds=run.pipeline.timeout_seconds,
         folder=folder,
-        debug=run.launch.debug,
-        stages_per_device=run.pipeline.stages_per_device,
-        pin_cores=run.launch.pin_cores,
-        max_restarts=run.launch.max_restarts,
         modules=LOADED_ONCE,
+        **run.launch.values_but("shard_optimizer", "device_threads", "gpus_per_node"),
     )

@@ -243,19 +243,13 @@ class AmoebaNetClassification(ImageClassification):
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
-        model = self.model
         with torch.device("meta"):
-            layers = _AMOEBANETS[model.variant.value](
-                model.num_layers,
-                model.num_filters,
-                self.num_classes,
+            layers = _AMOEBANETS[self.model.variant](
+                num_classes=self.num_classes,
                 image_channels=self.data.channels,
                 image_size=self.image_size,
-                auxiliary_head=model.auxiliary_head,
-                dropout=model.dropout,
                 drop_path=0.0,  # the trainer raises it step by step
-                batch_norm_momentum=model.batch_norm_momentum,
-                batch_norm_epsilon=model.batch_norm_epsilon,
+                **self.model.values_but("family", "variant", "drop_path", "auxiliary_weight", "min_microbatch_size"),
             )
         convert_batch_norm(layers)
         return layers

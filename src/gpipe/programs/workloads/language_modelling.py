@@ -106,16 +106,8 @@ class TransformerLMModelling(LanguageModelling):
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
-        model = self.model
         with torch.device("meta"):
-            return transformer_lm(
-                model.num_layers,
-                vocabulary_size=self.vocabulary_size,
-                model_size=model.model_size,
-                feedforward_size=model.feedforward_size,
-                num_heads=model.num_heads,
-                dropout=model.dropout,
-            )
+            return transformer_lm(vocabulary_size=self.vocabulary_size, **self.model.values_but("family"))
 
 
 @dataclass(frozen=True)

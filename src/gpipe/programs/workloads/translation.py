@@ -54,22 +54,9 @@ class Translation(TextWorkload):
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
-        model = self.model
+        sizes = self.model.values_but("family")
         with torch.device("meta"):
-            return translation_transformer(
-                model.num_layers,
-                model.feedforward_size,
-                model.num_heads,
-                vocabulary_size=self.data.vocabulary_size,
-                model_size=model.model_size,
-                head_size=model.head_size,
-                dropout=model.dropout,
-                tied=model.tied.value,
-                scale_feedforward=model.scale_feedforward,
-                logit_limit=model.logit_limit,
-                soft_limit=model.soft_limit,
-                padding_index=PADDING,
-            )
+            return translation_transformer(vocabulary_size=self.data.vocabulary_size, padding_index=PADDING, **sizes)
 
     def inputs(self, num_examples: int) -> tuple[Tensor, Tensor]:
         """Describe sentences of the greatest length, and what the decoder reads, on the meta device."""
