@@ -12,7 +12,7 @@ from gpipe.checkpoint.folder import clean, name_step, publish
 from gpipe.checkpoint.format import TensorSpec
 from gpipe.checkpoint.manifest import write_manifest
 from gpipe.checkpoint.writer import Snapshot, Writer, take_parts, write_part
-from gpipe.own_folder import OwnFolder
+from gpipe.durable_files import OwnFolder
 from gpipe.pipeline.engine import Pipeline
 
 _GRACE_SECONDS = 2.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from gpipe.durable_files import write_flushed
-from gpipe.own_folder import OwnFolder
+from gpipe.durable_files import OwnFolder, write_flushed
 from gpipe.training.endings import Stopped
 
 METRICS_FILE = "metrics.jsonl"
