@@ -24,8 +24,14 @@ from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import detect_accelerator
-from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
-from gpipe.programs.class_names import CLASS_NAMES, refuse_other_labels
+from gpipe.programs.chosen_checkpoint import (
+    CLASS_NAMES,
+    choose_checkpoint,
+    find_kindred,
+    newest_manifest,
+    refuse_other_files,
+    refuse_other_labels,
+)
 from gpipe.programs.layout import Layout
 from gpipe.programs.precision import build_autocast, choose_kernels, compile_options_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of

@@ -1,23 +1,25 @@
 """Find the checkpoint that a setting names, and refuse one that does not fit the run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from gpipe.checkpoint import folder as checkpoints
-from gpipe.checkpoint.errors import DamagedCheckpoint
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from gpipe.checkpoint.format import read_metadata
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import ConfigError, RunConfig, to_plain
 from gpipe.records import RESUMED_MAY_DIFFER, differences
 
+CLASS_NAMES = "class_names"  # the key beside the settings; a model's label is an index into these names
+
 
 def check_checkpoints(run: RunConfig) -> None:
     """Refuse a missing checkpoint, and to resume from one that has other settings or nothing left to train."""
-    for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
-        if value is not None:
-            choose_checkpoint(setting, value)
+    if run.init_from is not None:
+        choose_checkpoint("init_from", run.init_from)
     if (value := run.trainer.resume_from) is not None:
         saved = Manifest.read(choose_checkpoint("trainer.resume_from", value))
         if found := differences(saved.config, to_plain(run), RESUMED_MAY_DIFFER):
@@ -76,14 +78,8 @@ def refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str
 def choose_checkpoint(setting: str, value: str) -> Path:
     """Return the checkpoint that a setting names; for init_from, it may be an exported file.
 
-    Of a run's checkpoints, `checkpoint` means the best one, if there is one, and the other settings mean the latest.
-
-    Args:
-        setting: its name: checkpoint, evaluate, init_from or trainer.resume_from.
-        value: see `gpipe.checkpoint.folder.find_checkpoint`.
-
-    Raises:
-        ConfigError: there is no checkpoint.
+    Of a run's checkpoints, the setting `checkpoint` means the best one, if there is one, and the other settings mean
+    the latest. See `gpipe.checkpoint.folder.find_checkpoint` for the value.
     """
     path = Path(value)
     if path.suffix == ".safetensors" and path.is_file():
@@ -98,3 +94,29 @@ def choose_checkpoint(setting: str, value: str) -> Path:
             raise ConfigError(f"{setting} is {value}, a run without a checkpoint yet: wait for one, or name another.")
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return found
+
+
+def read_class_names(manifest: Manifest) -> list[str] | None:
+    """Return the names by label; None if labels have no names."""
+    names = manifest.config.get(CLASS_NAMES)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(
+            f"the {CLASS_NAMES} of the checkpoint are not a list of names: restore its manifest.json."
+        )
+    return names
+
+
+def describe_other_labels(place: str, manifest: Manifest, class_names: Sequence[str] | None) -> str | None:
+    """Describe the first label whose class in the checkpoint at `place` differs from the data's; None if all agree."""
+    saved = read_class_names(manifest)
+    if saved is not None and class_names is not None:
+        for label, (there, here) in enumerate(zip_longest(saved, class_names)):
+            if there != here:
+                return f"class {label} is {there or 'none'} in {place}, and {here or 'none'} in the data"
+    return None
+
+
+def refuse_other_labels(place: str, manifest: Manifest, class_names: Sequence[str] | None) -> None:
+    """Refuse to resume from a checkpoint whose labels mean other classes than the data's."""
+    if (other := describe_other_labels(place, manifest, class_names)) is not None:
+        raise ConfigError(f"{other}: resume with the same data, or start another run (name=<another>).")

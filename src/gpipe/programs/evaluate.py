@@ -73,8 +73,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     from gpipe.checkpoint.stale_statistics import describe_stale_statistics
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
-    from gpipe.programs.chosen_checkpoint import refuse_other_files
-    from gpipe.programs.class_names import describe_other_labels
+    from gpipe.programs.chosen_checkpoint import describe_other_labels, refuse_other_files
     from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import build_autocast, settle_precision
     from gpipe.programs.workloads import workload_of

@@ -27,7 +27,7 @@ from gpipe.data.images.image_set import IMAGE_SUFFIXES, is_hidden, is_image
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
-from gpipe.programs.class_names import read_class_names
+from gpipe.programs.chosen_checkpoint import read_class_names
 from gpipe.programs.complete import without_fetching
 from gpipe.programs.trained import find_trained
 from gpipe.programs.translate import check_output, find_device

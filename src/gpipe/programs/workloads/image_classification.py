@@ -29,7 +29,6 @@ from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
-from gpipe.programs.class_names import CLASSES_FILE
 from gpipe.programs.workloads.workload import Workload
 from gpipe.training.evaluation import Metrics, MultiLabelMetrics
 from gpipe.training.losses import ClassificationLoss, MultiLabelLoss
@@ -132,7 +131,7 @@ class ImageClassification(Workload):
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Write the names of the classes into the run's folder, one per line, for people to read."""
         if folder is not None:
-            write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in self.class_names))
+            write_flushed(folder / "classes.txt", "".join(f"{name}\n" for name in self.class_names))
         return {}
 
     @property
