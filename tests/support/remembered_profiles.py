@@ -13,9 +13,9 @@ from typing import Any
 from gpipe.config import RunConfig
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile
-from gpipe.programs import layout, profiles
+from gpipe.programs import layout
 
-_describe_training, _describe_evaluation = profiles.training_profiler, profiles.evaluation_profiler
+_describe_training, _describe_evaluation = layout.training_profiler, layout.evaluation_profiler
 Profiler = Callable[[int], list[LayerProfile]]
 _NOTHING_TO_LAYERS = {"cutout", "max_images", "num_workers", "prefetch_factor", "validation_images"}  # of the data
 

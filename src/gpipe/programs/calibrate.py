@@ -13,9 +13,8 @@ from gpipe.planning.calibration import Calibration
 from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.programs.build import build_layers
 from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
-from gpipe.programs.layout import measure_seconds
+from gpipe.programs.layout import measure_seconds, training_profiler
 from gpipe.programs.precision import precision_of, settle_precision
-from gpipe.programs.profiles import training_profiler
 from gpipe.programs.train import describe_processes
 from gpipe.programs.workloads import workload_of
 

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.config import AmoebaNetConfig, ConfigError, Device, PartitionBy, RematerializeChoice, RunConfig
+from gpipe.config import (
+    AmoebaNetConfig,
+    ConfigError,
+    Device,
+    PartitionBy,
+    RematerializeChoice,
+    RunConfig,
+    to_plain,
+)
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
@@ -20,10 +28,11 @@ from gpipe.planning.calibration import Calibration
 from gpipe.planning.cut import Cutter
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.fit import Fit
+from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.optimizer_memory import try_optimizer
 from gpipe.planning.planner import Planner
-from gpipe.planning.profile import LayerProfile
+from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Plan, Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
@@ -34,11 +43,12 @@ from gpipe.programs.precision import (
     precision_of,
     settle_precision,
 )
-from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
 from gpipe.training.optimizers import build_optimizer
 
 _TIMED_RUNS = 5  # per layer, after the warm-up
+_ELSEWHERE = ("pipeline", "launch")  # settings of where layers run, not of what they are
+_known: dict[tuple[str, str], KnownProfiles] = {}  # in this process: pipeline=auto plans its choice a second time
 
 
 @dataclass(frozen=True)
@@ -226,3 +236,36 @@ def build_planner(
         EvaluationPlanner(evaluation_profiler(run), num_evaluated) if is_evaluated else None,
         workload_of(run).varies_in_length,
     )
+
+
+def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -> Profiler:
+    """Return a function that describes the layers and the loss in training with a micro-batch of a given size.
+
+    The run's precision must be settled. `measured` runs operations at each call, to measure their memory.
+    """
+    workload = workload_of(run)
+    autocast = build_autocast(run.trainer.autocast, "cpu")
+
+    def describe(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.targets(size)
+        return profile_layers(workload.layers(), workload.loss(), example, autocast=autocast, measured=measured)
+
+    return describe if measured is not None else _remember(run, "training", describe)
+
+
+def evaluation_profiler(run: RunConfig) -> Profiler:
+    """Return a function that describes the layers and the metrics in evaluation with a micro-batch of a given size."""
+    workload = workload_of(run)
+    measure = workload.make_metrics().measure
+    autocast = build_autocast(run.trainer.evaluation.autocast, "cpu")
+
+    def describe(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.evaluated_targets(size)
+        return profile_layers(workload.layers(), measure, example, autocast=autocast, training=False)
+
+    return _remember(run, "evaluation", describe)
+
+
+def _remember(run: RunConfig, purpose: str, describe: Profiler) -> Profiler:
+    settings = {key: value for key, value in to_plain(run).items() if key not in _ELSEWHERE}
+    return _known.setdefault((purpose, json.dumps(settings, sort_keys=True)), KnownProfiles(describe))
