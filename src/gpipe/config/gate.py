@@ -23,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe._compat.hydra import CachingConfigRepository, ConfigLoaderImpl, IConfigRepository
 from gpipe.config.checks import ConfigError, add_remedy, why
+from gpipe.config.endless_files import MAX_FILES, refuse_endless_interpolations, refuse_hostile_yaml
 from gpipe.config.group_files import drop_replaced_values, explain_file
-from gpipe.config.interpolations import refuse_endless_interpolations
-from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
