@@ -137,8 +137,7 @@ class SweepEnd(Callback):
                 f"error: hydra/launcher={launcher} starts the jobs of a sweep, but this is a single run: add -m, which "
                 "makes it a sweep of one job."
             )
-        _refuse_unknown_claim(config, is_sweep=False)
-        _refuse_to_move(config)
+        _refuse_wrong_place(config, is_sweep=False)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the first job starts, refuse what no job could do, such as reaching a cluster from elsewhere."""
@@ -160,8 +159,7 @@ class SweepEnd(Callback):
                     "of its trials: set one of them, such as trainer.evaluation.every_epochs=1."
                 )
             _refuse_other_searches(config.hydra.sweeper)
-        _refuse_unknown_claim(config, is_sweep=True)
-        _refuse_to_move(config)
+        _refuse_wrong_place(config, is_sweep=True)
         subdir = str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index,call-overload]
         if "${" not in subdir or "/" in re.sub(r"\$\{.*\}", "", subdir):
             raise SystemExit(
@@ -197,8 +195,16 @@ class SweepEnd(Callback):
             raise SystemExit(1)
 
 
-def _refuse_unknown_claim(config: DictConfig, *, is_sweep: bool) -> None:
-    """Refuse a claim that does not exist; a single run makes no use of claims, and may start outside the repository."""
+def _refuse_wrong_place(config: DictConfig, *, is_sweep: bool) -> None:
+    """Refuse to change into a run's own folder, where a repeated command would not find its earlier runs.
+
+    Refuse a claim that does not exist; a single run makes no use of claims, and may start outside the repository.
+    """
+    if OmegaConf.select(config, "hydra.job.chdir"):
+        raise SystemExit(
+            "error: hydra.job.chdir is true, expected false, because file names are relative to the folder where a "
+            "program starts, and a run writes into its own folder anyway: leave it out."
+        )
     root, name = Path(config.hydra.runtime.cwd), config.get("reproduction")
     found = root.glob("reproductions/*/runs.jsonl") if find_spec("reproductions") else ()
     claims = sorted(path.parent.name for path in found)
