@@ -149,6 +149,11 @@ def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: s
             "palm",
             "--config-name is palm, but neither conf/ nor the folder of --config-dir has a file palm.yaml",
         ),
+        (
+            "train.py",
+            "plan",
+            "--config-name is plan, the configuration of plan.py, but train.py composes the configuration train",
+        ),
         ("predict.py", "translate", "translate.yaml inherits from translate_schema, which this program does not have"),
         ("translate.py", "predict", "predict.yaml inherits from predict_schema, which this program does not have"),
     ],

@@ -38,6 +38,11 @@ def explain_file(error: ConfigCompositionException) -> ConfigCompositionExceptio
     if not isinstance(fault, OmegaConfBaseException):
         return error
     place, _, _ = str(error).partition(": ")
+    if place == "In 'plan'":
+        return ConfigCompositionException(
+            "--config-name is plan, the configuration of plan.py, but train.py composes the configuration train: "
+            "correct the name, or leave --config-name out."
+        )
     parents = _PARENTS.get(fault.object_type) if isinstance(fault, ConfigKeyError) else None
     if parents is None:
         return ConfigCompositionException(f"{place}: {fault.full_key or 'the file'}: {why(fault)}: correct it there.")
