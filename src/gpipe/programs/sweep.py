@@ -215,15 +215,6 @@ def _refuse_wrong_place(config: DictConfig, *, is_sweep: bool) -> None:
     raise SystemExit(f"error: reproduction is {name}, expected null, or one of {', '.join(claims)}: correct it.")
 
 
-def _refuse_to_move(config: DictConfig) -> None:
-    """Refuse to change into a run's own folder, where a repeated command would not find its earlier runs."""
-    if OmegaConf.select(config, "hydra.job.chdir"):
-        raise SystemExit(
-            "error: hydra.job.chdir is true, expected false, because file names are relative to the folder where a "
-            "program starts, and a run writes into its own folder anyway: leave it out."
-        )
-
-
 def _refuse_other_searches(sweeper: DictConfig) -> None:
     """Refuse a search for anything but the largest top-1, and a database: Optuna 2 does not work with SQLAlchemy 2."""
     if (direction := getattr(sweeper.direction, "name", sweeper.direction)) != "maximize":
