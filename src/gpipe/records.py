@@ -279,11 +279,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one record as a line to a .jsonl file.
-
-    Raises:
-        ValueError: A number is NaN or infinite.
-    """
+    """Add one record as a line to a .jsonl file; refuse NaN and infinities like `write_record`."""
     line = _format_line(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -22,9 +22,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 def name_sources(composed: HydraConf, config_name: str = "train") -> list[str]:
     """Return the options with which another command finds the same files of settings, such as --config-dir.
 
-    Args:
-        composed: Hydra's own settings of this run.
-        config_name: the program's own, which needs no option.
+    The program's own `config_name` needs no option.
     """
     words = []
     for source in composed.runtime.config_sources:

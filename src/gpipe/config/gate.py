@@ -125,11 +125,9 @@ def _unpickle_environment() -> _Environment:
 
 
 def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
-    """Refuse a composed configuration that names a file or code, or has a secret in it.
+    """Refuse a composed configuration that names a file or code, or has a secret in it, Hydra's own settings included.
 
-    Args:
-        composed: with Hydra's own settings.
-        overrides: the words of the command line, which may name files.
+    The words of the command line, `overrides`, may name files.
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)

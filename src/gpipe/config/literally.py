@@ -7,12 +7,7 @@ from collections.abc import Collection, Sequence
 def take_literally(arguments: Sequence[str], keys: Collection[str], texts: Collection[str] = ()) -> list[str]:
     """Quote the values of some keys on a command line, so that Hydra takes commas and brackets in them literally.
 
-    Quotes that reach the program are part of the value.
-
-    Args:
-        arguments: the words of the command line.
-        keys: the keys whose values are quoted; null keeps its meaning.
-        texts: the keys for which null is a word like any other.
+    Quotes that reach the program are part of the value. null keeps its meaning, except for the keys of `texts`.
     """
     return [_quote(argument, keys, texts) for argument in arguments]
 

@@ -169,22 +169,14 @@ def _register_parts() -> None:
 
 
 def quotient(total: int | None, part: int | None) -> int:
-    """Return how many whole parts fit into a total; a part of 0 counts as 1.
-
-    Raises:
-        ConfigError: one of them is null.
-    """
+    """Return how many whole parts fit into a total; a part of 0 counts as 1."""
     if total is None or part is None:
         raise ConfigError("a number that it is computed from is null: set that number, or this setting.")
     return total // max(1, part)
 
 
 def by_size(size: int, values: Mapping[int, Any]) -> Any:
-    """Return the value under the largest key that is no larger than `size`.
-
-    Raises:
-        ConfigError: all keys are larger.
-    """
+    """Return the value under the largest key that is no larger than `size`."""
     fitting = [key for key in values if key <= size]
     if not fitting:
         raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
@@ -192,22 +184,14 @@ def by_size(size: int, values: Mapping[int, Any]) -> Any:
 
 
 def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
-    """Return the value under a name, which becomes that of `setting`.
-
-    Raises:
-        ConfigError: the name has no value.
-    """
+    """Return the value under a name, which becomes that of `setting`."""
     if name not in values:
         raise ConfigError(f"{name} is none of {', '.join(values)}, from which {setting} follows: set {setting}=... .")
     return values[name]
 
 
 def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node: int | None) -> int:
-    """Return how many GPUs a job asks for on its node: one per process, or per device of a single process; 0 on CPUs.
-
-    Raises:
-        ConfigError: a node has fewer.
-    """
+    """Return how many GPUs a job asks for on its node: one per process, or device of a single process; 0 on CPUs."""
     if str(getattr(device, "name", device)) == "cpu":
         return 0
     if num_processes == 1:

@@ -63,12 +63,9 @@ def choose_pipeline(
 ) -> DictConfig:
     """Fill in the pipeline's settings with the shortest planned step; print the best choices.
 
-    Args:
-        composed: the settings as Hydra composed them.
-        words: the words of the command line. A number of replicas or processes that they set is kept; an experiment's
-            is not.
-        find_devices: returns the devices for checked settings and for the number of processes, if the words set one.
-            None finds those of this machine, and checks the run's data.
+    A number of replicas or processes is kept if the words of the command line set it; an experiment's is not.
+    `find_devices` returns the devices for checked settings, and for the number of processes if the words set one. None
+    finds those of this machine, and checks the run's data.
 
     Raises:
         ConfigError: a setting is wrong, or nothing fits.
@@ -190,10 +187,7 @@ def _explain(run: RunConfig, planner: Planner, space: Space, like: Setting, devi
 def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: float | None = None) -> DevicesToUse:
     """Return the devices of this machine: torchrun's processes, or GPUs, or cores.
 
-    Args:
-        run: the settings.
-        count: the number to use, over all hosts; None is all.
-        efficiency: the share of their peak speeds that they reach; None is the default.
+    `count` is the number to use, over all hosts, if not all; `efficiency` the share of their peak speeds.
     """
     from gpipe.planning.accelerator import EFFICIENCY
     from gpipe.programs.layout import accelerator_at_hand
@@ -242,11 +236,6 @@ def spell_out(composed: DictConfig, run: RunConfig, words: Sequence[str]) -> lis
 
     With them, a record's command repeats the run on any machine. They set everything in the pipeline: with
     pipeline=auto, an experiment's `pipeline:` values do not count, but with pipeline=gpipe they may.
-
-    Args:
-        composed: the settings as Hydra composed them from the words.
-        run: the settings with the planner's choices.
-        words: the words of the command line.
     """
     if not is_open(composed):
         return list(words)

@@ -137,15 +137,8 @@ def build_trainer(
 ) -> Trainer:
     """Build the data, the optimiser and the training loop around a pipeline, and load a checkpoint if there is one.
 
-    The newest checkpoint in the run's own folder comes first, then the one that the settings name.
-
-    Args:
-        run: the settings.
-        pipeline: this process's part of the pipeline.
-        place: this process.
-        folder: the run's folder.
-        tracker: the run's log.
-        on_timeline: called with each recorded timeline, on every process.
+    The newest checkpoint in the run's own folder comes first, then the one that the settings name. `on_timeline` gets
+    each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
     pin_memory = place.device_type == "cuda"

@@ -39,9 +39,6 @@ def complete(run: _Run) -> _Run:
     """Return the settings with the number of classes or tokens, and with what a timm model expects of images.
 
     timm takes seconds to load, and is loaded for its own models only.
-
-    Raises:
-        ConfigError: timm has no such model, or the classes cannot be counted.
     """
     data = run.data
     if isinstance(data, TextFolderConfig) and data.vocabulary_size is None:

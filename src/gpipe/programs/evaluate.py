@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[str]) -> None:
     """Start the processes that evaluate; print an error as one message and exit with status 1.
 
-    Args:
-        composed: the settings, `evaluate` among them.
-        folder: for the processes' use; it is empty afterwards.
-        overrides: the words of the command line.
+    `folder` is for the processes' use, and is empty afterwards.
     """
     with report_errors(debug=composed.launch.debug):
         refuse_open(composed)

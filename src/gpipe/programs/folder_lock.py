@@ -23,11 +23,7 @@ class FolderHeld(Exception):
 
 @contextmanager
 def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
-    """Hold a folder while the body runs; create it if it does not exist.
-
-    Args:
-        folder: the folder.
-        is_new: refuse a folder that is not empty.
+    """Hold a folder while the body runs; create it if it does not exist; with `is_new`, refuse one that is not empty.
 
     Raises:
         FolderHeld: another process holds the folder, or it should be new and is not empty.
@@ -67,11 +63,7 @@ def _open(folder: Path, flags: int) -> int:
 
 
 def _is_locked(folder: Path, descriptor: int) -> bool:
-    """Lock the file; return False if its holder has just removed it.
-
-    Raises:
-        FolderHeld: another process holds it; the file is closed.
-    """
+    """Lock the file; return False if its holder has just removed it, and close it if another process holds it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

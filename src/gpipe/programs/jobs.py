@@ -109,11 +109,7 @@ def read_jobs(folder: Path) -> list[SweepJob]:
 
 
 def read_job_record(path: Path) -> Record:
-    """Read the record of a job.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Read the record of a job; refuse a damaged one."""
     try:
         (record,) = read_records(path)
     except ValueError as error:

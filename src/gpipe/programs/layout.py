@@ -180,13 +180,9 @@ def build_planner(
 ) -> Planner:
     """Build the planner of a run's steps on accelerators of one kind.
 
-    Args:
-        run: the settings.
-        accelerator: the kind.
-        efficiency: the share of the maker's peak speeds that real work reaches.
-        seconds: the measured seconds of each layer and the loss with the run's largest micro-batch; None plans them.
-        memory: measures the memory of operations; None plans without it.
-        calibration: corrects planned seconds, including those per task; None uses them as they are.
+    `efficiency` is the share of the maker's peak speeds that real work reaches. `seconds` are measured ones of each
+    layer and the loss with the run's largest micro-batch; without them, seconds are planned, and `calibration` corrects
+    them and those per task. `memory` measures the memory of operations.
     """
     run = settle_precision(run, accelerator)
     settings = run.pipeline

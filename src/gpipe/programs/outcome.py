@@ -51,18 +51,9 @@ def record_outcome(
     *,
     hints: bool,
 ) -> None:
-    """Write the run's record and timeline; print what it did, where its files are, and what to try next.
+    """Write the run's record and timeline; print what it did, where its files are and, with `hints`, what to try next.
 
-    Args:
-        folder: the run's folder.
-        run: its settings.
-        plan: how it was cut into stages.
-        summary: the results of training.
-        timeline: the last recorded step; None if none was recorded.
-        place: this process.
-        overrides: the words of the command line that choose the settings.
-        tracker: gets the picture and the table of the outcome.
-        hints: whether to suggest what to try next.
+    `timeline` is the last recorded step; `overrides` are the words of the command line that choose the settings.
     """
     bubbles, has_picture = ("", False) if timeline is None else _write_timeline(folder, plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0

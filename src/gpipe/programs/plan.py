@@ -28,12 +28,7 @@ _QUIET_SECONDS = 5.0
 
 
 def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
-    """Return the settings of a plan with the choices of pipeline=auto; with calibrate=true, measure first.
-
-    Args:
-        composed: the settings as Hydra composed them.
-        words: the words of the command line.
-    """
+    """Return the settings of a plan with the choices of pipeline=auto; with calibrate=true, measure first."""
     chosen = to_run(choose_pipeline(composed, words, find_devices))
     if not composed.calibrate:
         return chosen

@@ -35,12 +35,8 @@ def resume_folder(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Ite
 
     It is the folder of the newest unfinished run with the same settings; a message names it and says how to start anew.
     Otherwise it is a new one: `folder`, or <folder>-2 and so on if that is taken. Of torchrun's processes only the
-    first one searches; the others get the folder from it (gpipe.launch).
-
-    Args:
-        run: the settings.
-        folder: the proposed folder.
-        is_dated: whether the folder is named by date. If the user has named it, no other folder is used.
+    first one searches; the others get the folder from it (gpipe.launch). If the user has named the folder, which then
+    has no date in its name, no other is used.
 
     Raises:
         ConfigError: the folder that the user has named is in use, or has another run.
@@ -104,11 +100,7 @@ def _hold_new(folder: Path, held: ExitStack) -> Path:
 
 
 def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
-    """Lock the folder that the user has named.
-
-    Raises:
-        ConfigError: it has another run, or it is the root of the file system.
-    """
+    """Lock the folder that the user has named, unless it has another run or is the root of the file system."""
     if folder.resolve() == Path(folder.anchor or "/"):
         raise ConfigError(f"hydra.run.dir is {folder.resolve()}, expected a folder of the run's own: name a new one.")
     held.callback(_remove_if_empty, folder)
@@ -148,9 +140,7 @@ def _has_saved(folder: Path) -> bool:
 def name_runs(run: RunConfig, sweep: Path | None = None) -> RunConfig:
     """Return the settings with each folder of runs to start from replaced by one run (`find_run`).
 
-    Args:
-        run: the settings.
-        sweep: the folder of a sweep, whose jobs all start from the run that the first one finds; None outside a sweep.
+    The jobs of a sweep, in whose folder `sweep` they are, all start from the run that the first one finds.
     """
     named = (run.init_from, run.trainer.resume_from)
     if named == (None, None):

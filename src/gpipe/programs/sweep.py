@@ -56,12 +56,8 @@ def run_job(
     job's value is then worse than any top-1: a search cannot learn from a job without a value, and would end without a
     table if all jobs failed. A job that another process is running is left to it.
 
-    Args:
-        folder: the job's folder.
-        overrides: its words of the command line.
-        data: the data set's name.
-        check: returns the job's settings, or raises.
-        train: trains them in the folder, or prints an error's message and raises SystemExit(1).
+    `data` is the name of its data set. `check` returns its settings, or raises. `train` trains them in the folder, or
+    prints an error's message and raises SystemExit(1).
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
     try:

@@ -29,11 +29,7 @@ LOADED_ONCE = ("gpipe.programs.build", "gpipe.programs.outcome")
 def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
     """Start the processes that train, or only print the plan; print an error as one message and exit with status 1.
 
-    Args:
-        run: the settings.
-        folder: the run's folder.
-        overrides: the words of the command line that choose the settings.
-        hints: whether to suggest at the end what to try next.
+    `overrides` are the words of the command line that choose the settings; `hints` suggest at the end what to try next.
     """
     with report_errors(debug=run.launch.debug):
         if (run.trainer.resume_from, run.init_from) != (None, None):

@@ -61,11 +61,7 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
 
 
 def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
-    """Return the folder of a checkpoint, and its manifest.
-
-    Raises:
-        ConfigError: there is none, or it is of another family of models.
-    """
+    """Return the folder of a checkpoint of one of some families of models, and its manifest."""
     path = choose_checkpoint("checkpoint", checkpoint)
     manifest = Manifest.read(path)
     if (found := manifest.config.get("model", {}).get("family")) not in families:

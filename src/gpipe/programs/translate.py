@@ -66,11 +66,7 @@ def require_beams(name: str, num_beams: int, model: TrainedModel) -> None:
 
 
 def find_device(device: Device) -> torch.device:
-    """Return the device that a setting means.
-
-    Raises:
-        ConfigError: it is CUDA, and there is no GPU.
-    """
+    """Return the device that a setting means."""
     has_gpu = torch.cuda.is_available()
     if device is Device.cuda and not has_gpu:
         raise ConfigError("device is cuda, but there is no GPU here: set device=cpu.")

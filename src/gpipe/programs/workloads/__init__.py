@@ -25,11 +25,7 @@ __all__ = ["Workload", "workload_of"]
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """Return the builder of a run's model, loss and data.
-
-    Raises:
-        ConfigError: nothing builds this model with these data.
-    """
+    """Return the builder of a run's model, loss and data."""
     run = complete(run)
     match run.model, run.data:
         case AmoebaNetConfig() as model, ImagesConfig() as data:

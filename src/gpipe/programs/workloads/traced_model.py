@@ -51,9 +51,6 @@ class TracedModel(Workload):
         """Refuse a model that its library does not have, or that does not take the data.
 
         If the model can run on the meta device, nothing else is computed.
-
-        Raises:
-            ConfigError: as `layers`.
         """
         try:
             with torch.device("meta"):
