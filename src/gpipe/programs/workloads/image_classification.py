@@ -34,7 +34,7 @@ from gpipe.training.evaluation import Metrics, MultiLabelMetrics
 from gpipe.training.losses import ClassificationLoss, MultiLabelLoss
 
 # The public TPU code's values, used if neither the data nor the model has its own.
-_IMAGE_SIZE, _CENTER_CROP = 224, 0.875
+_IMAGE_SIZE, _CENTER_CROP, _INTERPOLATION = 224, 0.875, Interpolation.bilinear
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
 
@@ -95,7 +95,11 @@ class ImageClassification(Workload):
         It drops an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over few images,
         or over one. Each epoch drops other images.
         """
-        run = self.run
+        run, data = self.run, self.data
+        mixing = None
+        if data.mixes:
+            sizes = {"num_classes": self.num_classes, "image_size": self.image_size}
+            mixing = Mixing(mixup=data.mixup or 0.0, cutmix=data.cutmix or 0.0, **sizes)
         return self._loader(pipeline, pin_memory=pin_memory)(
             self._sets["train"],
             run.trainer.batch_size // run.launch.num_replicas,
@@ -104,7 +108,7 @@ class ImageClassification(Workload):
             replica_index=pipeline.job.replica_index,
             num_replicas=pipeline.job.num_replicas,
             drop_last=True,
-            mixing=self._mixing(),
+            mixing=mixing,
         )
 
     def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> dict[str, ImageLoader]:
@@ -186,15 +190,11 @@ class ImageClassification(Workload):
             channels=data.channels,
             center_crop=data.center_crop or _CENTER_CROP,
             keep_aspect=bool(data.keep_aspect),
-            interpolation=self._interpolation,
+            interpolation=data.interpolation or _INTERPOLATION,
             mean=data.mean,
             std=data.std,
             as_bytes=as_bytes,
         )
-
-    @property
-    def _interpolation(self) -> str:
-        return (self.data.interpolation or Interpolation.bilinear).value
 
     def _training_transform(self, *, as_bytes: bool) -> Transform:
         """Return the transform of a training image before mixing, which needs pixels rather than bytes."""
@@ -206,25 +206,13 @@ class ImageClassification(Workload):
             crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
             color_jitter=data.color_jitter,
             flip=data.flip,
-            policy=data.policy.value,
+            policy=data.policy,
             cutout=data.cutout,
             random_erasing=data.random_erasing or 0.0,
-            interpolation=self._interpolation,
+            interpolation=data.interpolation or _INTERPOLATION,
             mean=data.mean,
             std=data.std,
             as_bytes=as_bytes and not data.mixes,
-        )
-
-    def _mixing(self) -> Mixing | None:
-        """Return the mixing of training images; None if they are not mixed."""
-        data = self.data
-        if not data.mixes:
-            return None
-        return Mixing(
-            mixup=data.mixup or 0.0,
-            cutmix=data.cutmix or 0.0,
-            num_classes=self.num_classes,
-            image_size=self.image_size,
         )
 
 
