@@ -11,9 +11,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from gpipe._compat.hydra import surround_runs
 from gpipe.config import ConfigError, register_schemas, to_run
 from gpipe.config.plan import PlanConfig
-from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.launch.errors import report_errors
 from gpipe.programs.automatic import is_open
 
 register_schemas(PlanConfig)
@@ -37,5 +38,5 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with report_hydra_errors():
+    with surround_runs(report_errors):
         main()

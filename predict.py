@@ -6,10 +6,11 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from gpipe._compat.hydra import surround_runs
 from gpipe.config.literally import take_literally
 from gpipe.config.predict import LITERAL, PredictConfig
 from gpipe.config.run import register_schemas, to_settings
-from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.launch.errors import report_errors
 
 register_schemas(PredictConfig, "predict_schema")
 
@@ -30,5 +31,5 @@ def main(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     sys.argv[1:] = take_literally(sys.argv[1:], LITERAL)
-    with report_hydra_errors():
+    with surround_runs(report_errors):
         main()

@@ -19,8 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe._compat.hydra import surround_runs
 from gpipe.config import ConfigError, RunConfig, name_sources, register_schemas, to_run
-from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.launch.errors import report_errors
 from gpipe.programs.automatic import choose_pipeline, is_open, spell_out
 from gpipe.programs.complete import check_run_data, complete, refuse_too_few_images
 from gpipe.programs.resume import name_runs, resume_folder
@@ -93,5 +94,5 @@ def load_and_train(
 
 
 if __name__ == "__main__":
-    with report_hydra_errors():
+    with surround_runs(report_errors):
         main()

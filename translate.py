@@ -5,10 +5,11 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from gpipe._compat.hydra import surround_runs
 from gpipe.config.literally import take_literally
 from gpipe.config.run import register_schemas, to_settings
 from gpipe.config.translate import LITERAL, TranslateConfig
-from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.launch.errors import report_errors
 
 register_schemas(TranslateConfig, "translate_schema")
 
@@ -28,5 +29,5 @@ def main(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     sys.argv[1:] = take_literally(sys.argv[1:], LITERAL, texts=["text"])
-    with report_hydra_errors():
+    with surround_runs(report_errors):
         main()

@@ -1,4 +1,4 @@
-"""The private interfaces of Hydra 1.3 that config/gate.py and launch/errors.py replace.
+"""The private interfaces of Hydra 1.3 that config/gate.py and the programs replace.
 
 Hydra has no public hook between loading files and composing them, and none around what it runs.
 """
@@ -20,7 +20,11 @@ __all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "IConfigRepository", "
 
 @contextmanager
 def surround_runs(surrounding: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While the body runs, wrap each run by Hydra in a context, and accept -m anywhere on the command line."""
+    """While the body runs, wrap each run by Hydra in a context, and accept -m anywhere on the command line.
+
+    The context gets the errors of Hydra and its launchers too, of which Hydra prints more than a message: a wrong
+    override, a typo in a YAML file, a folder that cannot be made, a cluster that cannot be reached.
+    """
     report, make_parser, run = utils.run_and_report, hydra_main.get_args_parser, hydra_main._run_hydra
 
     def run_surrounded(*args: Any, **settings: Any) -> None:

@@ -72,18 +72,6 @@ def report_errors(folder: Path | None = None, debug: bool = False) -> Iterator[N
         raise SystemExit(1) from None
 
 
-@contextmanager
-def report_hydra_errors() -> Iterator[None]:
-    """Print the errors of Hydra and its launchers as messages; Hydra prints more, or a traceback.
-
-    Examples: a wrong override, a typo in a YAML file, a folder that cannot be made, a cluster that cannot be reached.
-    """
-    from gpipe._compat.hydra import surround_runs
-
-    with surround_runs(report_errors):
-        yield
-
-
 def _report(error: Exception, folder: Path | None, full: bool) -> None:
     """Print an error's message, unless another process of the run has printed one; write its traceback.
 
