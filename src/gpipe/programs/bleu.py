@@ -58,21 +58,16 @@ def translate_split(
 
     All languages are translated together, so that batches of similar lengths are large.
     """
-    sources, references = [], []
-    counts = [
-        min(len(corpus.pairs(language)), sys.maxsize if limit is None else limit) for language in corpus.languages
-    ]
-    for language, count in zip(corpus.languages, counts, strict=True):
-        for index in range(count):
-            source, target = corpus.pair(language, index)
-            sources.append(source.tolist()[:-1])  # without END
-            references.append(model.tokenizer.decode(target.tolist()))
-    translations = translate_lines(search, model.tokenizer, sources)
-    found = {}
-    for language, count in zip(corpus.languages, counts, strict=True):
-        found[language] = translations[:count], references[:count]
-        translations, references = translations[count:], references[count:]
-    return found
+    pairs = {
+        language: [corpus.pair(language, index) for index in range(count)[:limit]]
+        for language, count in zip(corpus.languages, corpus.num_pairs().tolist(), strict=True)
+    }
+    sources = [source.tolist()[:-1] for found in pairs.values() for source, _ in found]  # without END
+    translations, decode = iter(translate_lines(search, model.tokenizer, sources)), model.tokenizer.decode
+    return {
+        language: ([next(translations) for _ in found], [decode(target.tolist()) for _, target in found])
+        for language, found in pairs.items()
+    }
 
 
 def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs: Mapping[str, int]) -> dict[str, Any]:
