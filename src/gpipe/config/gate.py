@@ -217,10 +217,8 @@ def _names_code(key: str, value: Any) -> bool:
 def _compose_and_check(
     self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **settings: Any
 ) -> DictConfig:
-    for override in overrides:  # before an error of Hydra repeats one
-        _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
-        _refuse_deletion(override)
-        _refuse_no_file(override, self.repository)
+    for override in overrides:
+        _refuse_word(override, self.repository)
     self.words = overrides  # type: ignore[attr-defined]  # for _merge_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
     if config_name is not None:  # else Hydra's own settings alone, for --hydra-help
@@ -298,18 +296,18 @@ def _refuse_secret(place: str, text: str) -> None:
         )
 
 
-def _refuse_deletion(override: str) -> None:
-    """Refuse to delete a setting: whatever reads it first would fail."""
-    key = override.removeprefix("~").partition("=")[0]
-    if override.startswith("~") and not re.match(_NO_SETTINGS, key):
+def _refuse_word(word: str, repo: IConfigRepository) -> None:
+    """Refuse a word of the command line before an error of Hydra repeats its secret, or does not say what to do.
+
+    It may not delete a setting either: whatever reads that first would fail.
+    """
+    _refuse_secret(word.partition("=")[0] if "=" in word else "an override", word)
+    key, _, value = word.lstrip("+").partition("=")
+    if word.startswith("~") and not re.match(_NO_SETTINGS, key.removeprefix("~")):
+        key = key.removeprefix("~")
         raise ConfigCompositionException(
-            f"{override} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."
+            f"{word} deletes {key}, expected a value of every setting: set {key}=..., or leave that word out."
         )
-
-
-def _refuse_no_file(override: str, repo: IConfigRepository) -> None:
-    """Refuse null or a number as a group's choice; Hydra's own message would not say what to do."""
-    key, _, value = override.lstrip("+").partition("=")
     if not key or (re.fullmatch(r"(?i)null|true|false|-?\d*\.?\d+", value) and repo.group_exists(key)):
         expected = "the name of a file of that group" if key else "<key>=<value>"
-        raise ConfigCompositionException(f"{override}, expected {expected}: correct that word, or leave it out.")
+        raise ConfigCompositionException(f"{word}, expected {expected}: correct that word, or leave it out.")
