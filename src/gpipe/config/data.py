@@ -30,10 +30,6 @@ def _is_pair(pair: list[float]) -> bool:
     return len(pair) == 2 and 0 < pair[0] <= pair[1]
 
 
-def _is_part(share: float) -> bool:
-    return 0 < share < 1
-
-
 @dataclass
 class DataConfig(Section):
     """What all data sets share.
@@ -126,7 +122,7 @@ class OwnImagesConfig(ImagesConfig):
             requires such a set.
     """
 
-    validation_share: float | None = allowed(_is_part, "a share between 0 and 1")
+    validation_share: float | None = allowed(lambda part: 0 < part < 1, "a share between 0 and 1")
 
 
 @dataclass
@@ -186,7 +182,7 @@ class TextFolderConfig(TokensConfig):
     """
 
     tokenizer: str | None = MISSING
-    validation_share: float | None = allowed(_is_part, "a share between 0 and 1")
+    validation_share: float | None = allowed(lambda part: 0 < part < 1, "a share between 0 and 1")
 
 
 @dataclass
