@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose
@@ -66,6 +67,23 @@ class Training:
 def outcome_in(folder: Path) -> Outcome:
     (job,) = read_jobs(folder.parent)
     return job.outcome
+
+
+def write_job(
+    folder: Path, outcome: Outcome, results: dict[str, Any] | None = None, config: dict[str, Any] | None = None
+) -> None:
+    """Write the files of a job that has ended, with the record of its results if it has any."""
+    folder.mkdir()
+    write_outcome(folder, outcome)
+    if results is not None:
+        record = make_record(kind="measured", command="", experiment="", config=config or {}, seed=0, results=results)
+        write_record(folder / RECORD_FILE, record)
+
+
+def cells_in(folder: Path) -> list[list[str]]:
+    """Return the lines of a sweep's table, cut into cells."""
+    lines = (folder / SUMMARY_FILE).read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 @pytest.fixture
@@ -188,18 +206,14 @@ def test_the_table_of_speeds_has_the_figures_that_there_are_and_a_narrow_termina
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for num_stages, bubble in ((1, None), (2, 0.25)):
-        folder = tmp_path / f"stages={num_stages}"
-        folder.mkdir()
-        write_outcome(folder, Outcome("done", [f"stages={num_stages}"], "noise"))
         results = {
             "top1": None, "evaluation": {}, "examples_per_second": 12.345, "step_seconds": 0.98765, "bubble": bubble,
             "equal_stages_bubble": (num_stages - 1) / 5, "peak_memory_bytes": 3 * 2**20, "seconds": 30.0,
         }  # fmt: skip
-        record = make_record(kind="measured", command="", experiment="", config={}, seed=0, results=results)
-        write_record(folder / RECORD_FILE, record)
+        name = f"stages={num_stages}"
+        write_job(tmp_path / name, Outcome("done", [name], "noise"), results)
     summarize(tmp_path, read_jobs(tmp_path))
-    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    cells = cells_in(tmp_path)
     names = ["examples/s", "s per step, data apart", "bubble", "bubble, equal stages", "MiB, peak", "minutes"]
     assert cells[0] == ["stages", *names, "outcome", "folder"]
     assert cells[2:] == [
@@ -210,7 +224,7 @@ def test_the_table_of_speeds_has_the_figures_that_there_are_and_a_narrow_termina
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     summarize(tmp_path, read_jobs(tmp_path))
-    assert (tmp_path / SUMMARY_FILE).read_text().splitlines() == lines, "the file has all figures"
+    assert cells_in(tmp_path) == cells, "the file has all figures"
     printed = capsys.readouterr().out.splitlines()
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed if line.startswith("|")]
     assert shown[0] == ["stages", "examples/s", "s per step, data apart", "bubble", "outcome", "folder"]
@@ -238,15 +252,11 @@ def test_the_table_shows_what_differs_in_the_order_of_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed, status, reason in ((10, "done", None), (9, "done", None), (2, "failed", "no memory\nand more")):
-        folder = tmp_path / f"seed={seed}"
-        folder.mkdir()
-        write_outcome(folder, Outcome(status, [f"seed={seed}", "+experiment=some"], "digits", reason))
         results = {"top1": seed / 100, "top5": 0.5, "evaluation": {"test": {"loss": 0.25}}, "seconds": 90.0}
-        record = make_record(kind="measured", command="", experiment="", config={}, seed=seed, results=results)
-        write_record(folder / RECORD_FILE, record)
+        outcome = Outcome(status, [f"seed={seed}", "+experiment=some"], "digits", reason)
+        write_job(tmp_path / f"seed={seed}", outcome, results)
     summarize(tmp_path, read_jobs(tmp_path))
-    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    lines, cells = (tmp_path / SUMMARY_FILE).read_text().splitlines(), cells_in(tmp_path)
     assert cells[0] == ["seed", "top-1", "top-5", "loss", "minutes", "outcome", "folder"]
     assert cells[2:5] == [
         ["2", "", "", "", "", "failed: no memory", "seed=2"],
@@ -265,30 +275,25 @@ def test_the_table_shows_what_differs_in_the_order_of_its_values(
 def test_jobs_that_lack_the_same_data_share_a_row(tmp_path: Path) -> None:
     for data in ("cifar10", "food101"):
         for seed in (0, 1):
-            folder = tmp_path / f"{data},{seed}"
-            folder.mkdir()
-            write_outcome(folder, Outcome("not run", [f"seed={seed}", f"data={data}"], data, "data missing"))
+            outcome = Outcome("not run", [f"seed={seed}", f"data={data}"], data, "data missing")
+            write_job(tmp_path / f"{data},{seed}", outcome)
     summarize(tmp_path, read_jobs(tmp_path))
-    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert rows == [["", data, "not run: data missing (2 runs)", ""] for data in ("cifar10", "food101")]
+    assert cells_in(tmp_path)[2:] == [
+        ["", data, "not run: data missing (2 runs)", ""] for data in ("cifar10", "food101")
+    ]
 
 
 def test_a_table_over_experiments_names_the_ones_that_ran(tmp_path: Path) -> None:
     for name in ("half", "other_half"):
-        (tmp_path / name).mkdir()
         words = [f"experiment={name}", "+experiment=whole"]
-        write_outcome(tmp_path / name, Outcome("failed", words, "some", "no memory"))
+        write_job(tmp_path / name, Outcome("failed", words, "some", "no memory"))
     summarize(tmp_path, read_jobs(tmp_path))
-    rows = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
-    assert [row.strip("|").split("|")[0].strip() for row in rows] == ["half", "other_half"]
+    assert [row[0] for row in cells_in(tmp_path)[2:]] == ["half", "other_half"]
 
 
 def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
     for language in ("sw", "tn"):
-        folder = tmp_path / language
-        folder.mkdir()
-        write_outcome(folder, Outcome("failed", [f"data.languages=[{language}]"], "some", "no memory"))
+        write_job(tmp_path / language, Outcome("failed", [f"data.languages=[{language}]"], "some", "no memory"))
     summarize(tmp_path, read_jobs(tmp_path))
     assert re.findall(r"\[\w+\]", (tmp_path / SUMMARY_FILE).read_text()) == ["[sw]", "[tn]"]
 
@@ -296,21 +301,16 @@ def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
 def test_a_long_reason_stands_in_one_row(tmp_path: Path) -> None:
     reason = " ".join(["a long sentence"] * 40)
     for seed in (0, 1):
-        (folder := tmp_path / f"seed={seed}").mkdir()
-        write_outcome(folder, Outcome("failed", [f"seed={seed}"], "some", reason))
+        write_job(tmp_path / f"seed={seed}", Outcome("failed", [f"seed={seed}"], "some", reason))
     summarize(tmp_path, read_jobs(tmp_path))
-    rows = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
-    assert [row.strip("|").split("|")[1].strip() for row in rows] == [f"failed: {reason}"] * 2
+    assert [row[1] for row in cells_in(tmp_path)[2:]] == [f"failed: {reason}"] * 2
 
 
 def test_seeds_are_averaged_where_all_other_settings_are_the_same(tmp_path: Path) -> None:
     for seed, start in enumerate(("a", "b", "b")):
-        (folder := tmp_path / f"seed={seed}").mkdir()
-        write_outcome(folder, Outcome("done", [f"seed={seed}"], "digits"))
         config = {"seed": seed, "init_from": start, "tracking": {"mode": f"mode {seed}"}}
-        results = {"top1": seed / 10}
-        record = make_record(kind="measured", command="", experiment="", config=config, seed=seed, results=results)
-        write_record(folder / RECORD_FILE, record)
+        outcome = Outcome("done", [f"seed={seed}"], "digits")
+        write_job(tmp_path / f"seed={seed}", outcome, {"top1": seed / 10}, config)
     summarize(tmp_path, read_jobs(tmp_path))
     means = (tmp_path / SUMMARY_FILE).read_text().splitlines()[5:]
     assert means == ["", "top-1 15.00% ± 7.07% (mean and deviation over 2 seeds)"]
@@ -318,12 +318,9 @@ def test_seeds_are_averaged_where_all_other_settings_are_the_same(tmp_path: Path
 
 def test_a_setting_that_follows_from_the_seed_is_averaged_over_too(tmp_path: Path) -> None:
     for seed in (0, 1):
-        (folder := tmp_path / f"seed={seed}").mkdir()
-        write_outcome(folder, Outcome("done", [f"seed={seed}", "init_from=runs/p${seed}"], "digits"))
         config = {"seed": seed, "init_from": f"runs/p{seed}", "pipeline": {"memory_limit_bytes": seed}}
-        results = {"top1": seed / 10}
-        record = make_record(kind="measured", command="", experiment="", config=config, seed=seed, results=results)
-        write_record(folder / RECORD_FILE, record)
+        outcome = Outcome("done", [f"seed={seed}", "init_from=runs/p${seed}"], "digits")
+        write_job(tmp_path / f"seed={seed}", outcome, {"top1": seed / 10}, config)
     summarize(tmp_path, read_jobs(tmp_path))
     assert "top-1 5.00% ± 7.07% (mean and deviation over 2 seeds)" in (tmp_path / SUMMARY_FILE).read_text()
 
