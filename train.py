@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -48,17 +47,13 @@ def main(composed: DictConfig) -> float | None:
         with report_errors(debug=composed.launch.debug):
             run = check_settings(composed)
             mention_sweep(job)
-            with resume_folder(run, folder, is_dated=is_dated(job)) as at:
+            is_dated = "${date_folder:" in OmegaConf.to_yaml(job.run)  # and not named by the user
+            with resume_folder(run, folder, is_dated=is_dated) as at:
                 train(run, at, overrides)
     finally:
         with suppress(OSError):
             os.removedirs(folder)  # if it is empty, because nothing was trained
     return None
-
-
-def is_dated(job: HydraConf) -> bool:
-    """Return whether the run's folder is named by date and not by the user; only then may another folder be used."""
-    return "${date_folder:" in OmegaConf.to_yaml(job.run)
 
 
 def check_settings(composed: DictConfig) -> RunConfig:

@@ -48,18 +48,14 @@ def _lock(folder: Path, flags: int) -> int:
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = _open(folder, flags)
+            try:
+                descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o644)
+            except FileExistsError:  # with O_EXCL, even without working locks only one run creates the file
+                raise FolderHeld(f"{folder} was taken a moment ago") from None
             if _is_locked(folder, descriptor):
                 return descriptor
             os.close(descriptor)
     raise FolderHeld(f"{folder} is made and removed by others again and again")
-
-
-def _open(folder: Path, flags: int) -> int:
-    try:
-        return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o644)
-    except FileExistsError:  # with O_EXCL, even without working locks only one run creates the file
-        raise FolderHeld(f"{folder} was taken a moment ago") from None
 
 
 def _is_locked(folder: Path, descriptor: int) -> bool:
