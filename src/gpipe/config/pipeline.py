@@ -62,7 +62,7 @@ class PipelineConfig(Section):
     objective: Objective = MISSING
     memory_limit_bytes: int | None = at_least(1)
     partitions: list[int] | None = MISSING
-    timeout_seconds: float = at_least(1)
+    timeout_seconds: float = within(1, 10**6)  # twelve days: Gloo and NCCL count milliseconds in 32 bits
     synchronize_batch_norm: bool = MISSING
     check_recomputation: bool | None = MISSING
 
