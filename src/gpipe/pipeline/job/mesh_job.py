@@ -165,9 +165,7 @@ class MeshJob(Job):
             text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
             stated = PipelineError(text, stage=self._stage)
         self._failure = str(stated)
-        failure = self._watch.report(stated)
-        self.transfer.fail(failure)
-        self._messenger.fail(failure)
+        self._watch.report(stated)
         self._watch.retire()
         return error
 

@@ -1,17 +1,17 @@
-"""Small JSON messages between the processes of a group: reports, gathered values, causes of failure."""
+"""Small JSON messages between the processes of a group, such as the parts of a gathered value."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure
+from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.sockets import Connection, accept, offer
 from gpipe.pipeline.job.watch import FOREVER, Watch
@@ -19,7 +19,6 @@ from gpipe.pipeline.job.watch import FOREVER, Watch
 FRAME_BYTES = 512  # of the first message of a text
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a mark and the text's length
-_FAILURE = b"!"  # before the cause of a failure; no JSON begins like this
 CONTROL_TAG = 1  # of this module's messages; boundaries have higher tags
 
 
@@ -41,14 +40,13 @@ class Messenger:
         self.group, self._watch = group, watch
         self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
-        self._neighbours = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.size]
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._connections: dict[int, Connection] = {}
 
     def connect_neighbours(self) -> None:
         """Send messages between neighbours on one host over sockets from now on; all ranks call it."""
-        for peer in self._neighbours:  # the one before first: it waits until this one has connected
-            if (connection := self.connect(peer, offers=peer > self.rank)) is not None:
+        for peer in (self.rank - 1, self.rank + 1):  # the one before first: it waits until this one has connected
+            if 0 <= peer < self.size and (connection := self.connect(peer, offers=peer > self.rank)) is not None:
                 self._connections[peer] = connection
 
     def connect(self, peer: int, *, offers: bool) -> Connection | None:
@@ -94,26 +92,18 @@ class Messenger:
                 work.wait(FOREVER)
 
     def receive(self, peer: int) -> Any:
-        """Wait for the next message of a rank of the group.
-
-        Raises:
-            PeerFailure: the peer sent the cause of its failure instead.
-        """
+        """Wait for the next message of a rank of the group."""
         return json.loads(self._receive_text(peer))
 
     def _receive_text(self, peer: int) -> bytes:
         with self.waiting_for(peer):
             if (connection := self._connections.get(peer)) is None:
-                text = self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
-            else:
-                length = bytearray(_LENGTH_BYTES)
-                connection.receive(length)
-                content = bytearray(int.from_bytes(length, "little"))
-                connection.receive(content)
-                text = bytes(content)
-        if text.startswith(_FAILURE):
-            raise PeerFailure(**json.loads(text.removeprefix(_FAILURE)))
-        return text
+                return self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
+            length = bytearray(_LENGTH_BYTES)
+            connection.receive(length)
+            text = bytearray(int.from_bytes(length, "little"))
+            connection.receive(text)
+            return bytes(text)
 
     def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:
         """Send a contiguous CPU tensor, and wait until it has arrived."""
@@ -163,12 +153,6 @@ class Messenger:
             self._send_text(whole, after)
         found: list[Any] = json.loads(whole)
         return found
-
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours, which alone wait for this rank's messages, why it stops."""
-        for peer in self._neighbours:
-            with suppress(RuntimeError):  # the peer may be gone
-                self._send_text(_FAILURE + _to_json(failure), peer)
 
 
 def _to_json(value: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 All processes have a notice board (`Board`) in the key-value store that torch.distributed started with. There each notes
 where it runs, which processes it waits for, how far it is, and what it is doing (`Activity`); the first to fail notes
-why.
+why. Whoever waits in vain is cut off, and reads there what happened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -175,12 +175,10 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
-    def report(self, error: PipelineError) -> dict[str, Any]:
-        """Note why this process stops, unless a cause is already noted; return what to send to the others."""
+    def report(self, error: PipelineError) -> None:
+        """Tell the other processes why this one stops, unless a cause is already noted."""
         place = {"stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
-        failure = {"message": str(error), "told": True, **place}
-        self._board.write_first(_FAILURE, failure)
-        return failure
+        self._board.write_first(_FAILURE, {"message": str(error), "told": True, **place})
 
     def report_own(self, what: str) -> None:
         """Note what went wrong in a thread other than the one that plays the tasks, and what this process is doing."""
@@ -222,8 +220,14 @@ class Watch:
         return self._stages[0] if len(self._stages) == 1 else None
 
     def retire(self) -> None:
-        """Cut this process's connections soon, once the others have learnt why it stops, and end the threads."""
+        """Cut this process's connections, so that nobody waits for it in vain: those of torch soon, the others now.
+
+        A process that reads from such a socket still gets what was sent. Torch's groups may drop that, so they are cut
+        once the others have had time to look at the board.
+        """
         self._retired = time.monotonic()
+        for connection in self._connections:
+            connection.cut()
 
     def note_closing(self) -> None:
         """Note that this process will make no further calls to its pipeline."""

@@ -8,12 +8,10 @@ one call reads either. What a socket has no room for is left to a thread: no sta
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe.pipeline.job.errors import PeerFailure
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import MessageFormat
@@ -29,8 +27,9 @@ class LocalSender(Sender):
         super().__init__(link)
 
     def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
-        # Once the format is announced, the payload must follow.
-        self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.num_bytes)])
+        text = found.to_json()
+        message = HEADER.pack(Mark.FORMAT, len(text), False, 0) + text
+        self._deliver_at_once([message.ljust(predicted.num_bytes, b"\0")])
 
     def _send(self, found: MessageFormat, payload: Payload) -> None:
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
@@ -41,10 +40,6 @@ class LocalSender(Sender):
         if parts:
             rest = b"".join(parts)  # a copy: what the payload lies in may change
             self._leave(lambda: self._connection.send(rest))
-
-    def _send_text(self, mark: Mark, text: bytes) -> None:
-        # Long enough for any step that the receiver may be in, and so for any format that it predicts.
-        self._connection.send(_frame(mark, text, self._formats.longest()))
 
 
 class LocalReceiver:
@@ -85,11 +80,9 @@ class LocalReceiver:
         elements, parts = found.allocate()
         self._receive(parts)
         mark, size, *_ = HEADER.unpack_from(parts[0])
-        if mark != Mark.DATA:
+        if mark == Mark.FORMAT:
             text = bytearray().join(parts[1:])[:size]
             self._receive([rest] if (rest := bytearray(size - len(text))) else [])
-            if mark == Mark.FAILURE:
-                raise PeerFailure(**json.loads(text + rest))
             found = MessageFormat.from_json(bytes(text + rest))
             elements, parts = found.allocate()
             self._receive(parts)
@@ -101,9 +94,3 @@ class LocalReceiver:
         if left := self._connection.receive_at_once(parts):
             with self.link.messenger.waiting_for(self.link.peer):
                 self._connection.receive(*left)
-
-
-def _frame(mark: Mark, text: bytes, least: int) -> bytes:
-    """Return a text as a message of at least `least` bytes."""
-    message = HEADER.pack(mark, len(text), False, 0) + text
-    return message.ljust(least, b"\0")

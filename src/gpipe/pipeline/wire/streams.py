@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import struct
 import threading
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
@@ -37,7 +36,6 @@ class Mark(IntEnum):
 
     DATA = 0  # the payload follows, in the predicted format
     FORMAT = 1  # the payload's format follows, and then the payload in a message of its own
-    FAILURE = 2  # the cause follows; there will be no further message
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,6 @@ class Formats:
         """Return the format that the next message should have."""
         known = self._known[self.training]
         return known.get(self.position) or known.get(self.position - 1, EMPTY)
-
-    def longest(self) -> int:
-        """Return the size of the longest message that could be predicted."""
-        return max(known.num_bytes for known in (EMPTY, *self._known[True].values(), *self._known[False].values()))
 
     def advance(self, found: MessageFormat) -> None:
         """Note the format of the message, and move to the next."""
@@ -190,7 +184,7 @@ class Sender(_End):
         self._formats.advance(found)
 
     def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
-        self._leave(lambda: self._send_text(Mark.FORMAT, found.to_json()))
+        self._leave(lambda: self._deliver(*frame_text(found.to_json(), Mark.FORMAT)))
 
     def _send(self, found: MessageFormat, payload: Payload) -> None:
         """Send a payload in a format that the receiver expects now."""
@@ -223,22 +217,14 @@ class Sender(_End):
         self._num_left += 1
         self._work.put(count)
 
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the receiver why no payload will come, and end the thread."""
-        self._work.put(lambda: self._send_text(Mark.FAILURE, json.dumps(failure).encode()))
-        self.end()
-
     def _note(self, error: Exception) -> None:
         self._error = error
         if not isinstance(error, LostPeer):
             self.link.messenger.report(f"sending failed: {type(error).__name__}: {error}")
 
-    def _deliver(self, message: Tensor) -> None:
-        self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)
-
-    def _send_text(self, mark: Mark, text: bytes) -> None:
-        for message in frame_text(text, mark):
-            self._deliver(message)
+    def _deliver(self, *messages: Tensor) -> None:
+        for message in messages:
+            self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)
 
     def _send_on_device(self, parts: Sequence[Tensor], delivery: Delivery) -> None:
         assert self.link.nccl is not None and self._stream is not None
@@ -283,7 +269,6 @@ class Receiver(_End):
         """Wait for the next payload.
 
         Raises:
-            PeerFailure: the sender sent the cause of its failure instead.
             LostPeer: the connection is gone.
         """
         (payload, _, arrived), self._first = self._first or self._next(), None
@@ -321,12 +306,8 @@ class Receiver(_End):
     def _receive(self) -> _Received:
         found = self._formats.predict()
         message = self._receive_message(found)
-        mark = int(message[0])
-        if mark != Mark.DATA:
-            text = self.link.messenger.receive_text(message, self.link.peer, self.link.tag)
-            if mark == Mark.FAILURE:
-                raise PeerFailure(**json.loads(text))
-            found = MessageFormat.from_json(text)
+        if message[0] == Mark.FORMAT:
+            found = MessageFormat.from_json(self.link.messenger.receive_text(message, self.link.peer, self.link.tag))
             message = self._receive_message(found)
         self._formats.check_prefix(message.numpy().data)
         self._formats.advance(found)

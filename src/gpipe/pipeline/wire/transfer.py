@@ -17,7 +17,6 @@ stage computes: streams.py. Between GPUs these messages carry no data: the tenso
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from gpipe.pipeline.job.watch import join_threads
 from gpipe.pipeline.microbatch import Payload
@@ -77,16 +76,11 @@ class ProcessTransfer:
         receiver = self._receivers.get((task.kind.direction, task.stage))
         return self._local.receive(task) if receiver is None else receiver.receive()
 
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours why this process sends nothing more, and end the threads without waiting for them."""
-        for sender in self._senders.values():
-            sender.fail(failure)
-        for receiver in self._receivers.values():
-            receiver.end()
-
     def join(self) -> None:
-        """Wait until the threads have ended, after `fail` and once the connections are cut."""
+        """End the threads after a failure, once the connections are cut."""
         ends = [*self._senders.values(), *self._receivers.values()]
+        for end in ends:
+            end.end()
         join_threads(thread for end in ends for thread in end.threads)
         for end in ends:
             end.link.disconnect()
