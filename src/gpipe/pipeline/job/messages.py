@@ -18,7 +18,7 @@ from gpipe.pipeline.job.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of the first message of a text
 _LENGTH_BYTES = 8
-_HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a mark and the text's length
+_HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a one, and the text's length
 CONTROL_TAG = 1  # of this module's messages; boundaries have higher tags
 
 
@@ -159,8 +159,8 @@ def _to_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def frame_text(text: bytes, mark: int = 0) -> list[Tensor]:
-    """Return a text as a message of fixed size, which begins with a mark, and another with the rest, if any."""
-    data = bytes([mark]) + len(text).to_bytes(_HEADER_BYTES - 1, "little") + text
+def frame_text(text: bytes) -> list[Tensor]:
+    """Return a text as a message of fixed size, which begins with a one, and another with the rest, if any."""
+    data = b"\1" + len(text).to_bytes(_LENGTH_BYTES, "little") + text
     parts = [data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), data[FRAME_BYTES:]]
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

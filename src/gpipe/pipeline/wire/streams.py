@@ -9,8 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,18 +23,16 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
-HEADER = struct.Struct(f"<BQ?I{PREFIX_BYTES - 14}x")
-"""A mark, and the size of a text; whether data is of a training step, and its position in that step."""
+HEADER = struct.Struct(f"<?Q?I{PREFIX_BYTES - 14}x")
+"""Whether a format comes in place of a payload, and its length; whether the payload is of a training step, and its
+position in that step."""
 
 _LOOK_SECONDS = 0.001  # between two checks whether the step before has been sent
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage needs them
 
 
-class Mark(IntEnum):
-    """The first byte of a message."""
-
-    DATA = 0  # the payload follows, in the predicted format
-    FORMAT = 1  # the payload's format follows, and then the payload in a message of its own
+Received: TypeAlias = tuple[Payload, MiniBatch, torch.cuda.Event | None]
+"""A payload, the mini-batch that it belongs to, and the event after which it has arrived on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Formats:
 
     def prefix(self) -> bytes:
         """Return the prefix of the next data message."""
-        return HEADER.pack(Mark.DATA, 0, self.training, self.position)
+        return HEADER.pack(False, 0, self.training, self.position)
 
     def check_prefix(self, message: Any) -> None:
         """Refuse a data message that is not the next one of this end's step."""
@@ -112,16 +109,22 @@ class Formats:
 
 
 class _End(ABC):
-    """One end of a stream, whose thread does one piece of work after another until one fails."""
+    """One end of a stream, whose thread, if it needs one, does one piece of work after another until one fails."""
 
     def __init__(self, link: Link, name: str) -> None:
         self.link = link
         self._formats = Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
-        thread.start()
-        self.threads = (thread,)
+        self._name = f"gpipe-{name}-{link.peer}"
+        self.threads: list[threading.Thread] = []
+
+    def _leave(self, work: Callable[[], None]) -> None:
+        """Leave a piece of work to the thread."""
+        if not self.threads:
+            self.threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+            self.threads[0].start()
+        self._work.put(work)
 
     def end(self) -> None:
         """End the thread after its work; if it waits for a message that never comes, it ends with the connection."""
@@ -184,7 +187,7 @@ class Sender(_End):
         self._formats.advance(found)
 
     def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
-        self._leave(lambda: self._deliver(*frame_text(found.to_json(), Mark.FORMAT)))
+        self._send_later(lambda: self._deliver(*frame_text(found.to_json())))
 
     def _send(self, found: MessageFormat, payload: Payload) -> None:
         """Send a payload in a format that the receiver expects now."""
@@ -192,7 +195,7 @@ class Sender(_End):
         content = [prefix] if self.link.nccl is not None else found.lay_out(prefix, payload)
         message = torch.frombuffer(bytearray().join(content), dtype=torch.uint8)  # a copy: the payload may change
         if self.link.nccl is None:
-            self._leave(lambda: self._deliver(message))
+            self._send_later(lambda: self._deliver(message))
             return
         parts = [flatten(*one) for one in zip(payload.tensors, found.layouts, strict=True)]
         if not self._formats.training:  # an evaluation does not wait until it has arrived, and its memory may change
@@ -205,17 +208,15 @@ class Sender(_End):
             self._deliver(message)
             self._send_on_device([part for part in parts if part.numel()], delivery)
 
-        self._leave(send)
+        self._send_later(send)
 
-    def _leave(self, work: Callable[[], None]) -> None:
-        """Leave a piece of work to the thread."""
-
-        def count() -> None:
-            work()
+    def _send_later(self, send: Callable[[], None]) -> None:
+        def send_and_count() -> None:
+            send()
             self._num_sent += 1
 
         self._num_left += 1
-        self._work.put(count)
+        self._leave(send_and_count)
 
     def _note(self, error: Exception) -> None:
         self._error = error
@@ -236,24 +237,18 @@ class Sender(_End):
         delivery.sent = self._stream.record_event()
 
 
-class _Received(NamedTuple):
-    payload: Payload
-    batch: MiniBatch
-    arrived: torch.cuda.Event | None
-
-
 class Receiver(_End):
     """Receives payloads, some of them before the stage needs them."""
 
     def __init__(self, link: Link) -> None:
-        self._first: _Received | None = None
-        self._received: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
+        self._first: Received | None = None
+        self._received: queue.SimpleQueue[Received | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)  # for payloads that may be asked for
         super().__init__(link, "receives-from")
 
     def start(self, *, training: bool, num_payloads: int | None) -> None:
         """Expect the payloads of a step; the first payload's mini-batch gives their number if it is not known."""
-        self._work.put(lambda: self._receive_step(training, num_payloads))
+        self._leave(lambda: self._receive_step(training, num_payloads))
 
     def end(self) -> None:
         """End the thread after its work, even if it waits for the stage to take what has arrived."""
@@ -263,7 +258,7 @@ class Receiver(_End):
     def first(self) -> MiniBatch:
         """Wait for the first payload of a step, and return the mini-batch that it belongs to."""
         self._first = self._next()
-        return self._first.batch
+        return self._first[1]
 
     def receive(self) -> Payload:
         """Wait for the next payload.
@@ -280,7 +275,7 @@ class Receiver(_End):
                 tensor.record_stream(stream)
         return payload
 
-    def _next(self) -> _Received:
+    def _next(self) -> Received:
         if self._received.empty():
             with self.link.messenger.waiting_for(self.link.peer):
                 received = self._received.get()
@@ -296,29 +291,31 @@ class Receiver(_End):
         while num_payloads is None or self._formats.position < num_payloads:
             self._room.acquire()
             received = self._receive()
-            num_payloads = received.batch.num_microbatches
+            num_payloads = received[1].num_microbatches
             self._received.put(received)
             del received  # only the stage keeps it alive
 
     def _note(self, error: Exception) -> None:
         self._received.put(error)  # raised where the payload is asked for
 
-    def _receive(self) -> _Received:
+    def _receive(self) -> Received:
         found = self._formats.predict()
-        message = self._receive_message(found)
-        if message[0] == Mark.FORMAT:
-            found = MessageFormat.from_json(self.link.messenger.receive_text(message, self.link.peer, self.link.tag))
-            message = self._receive_message(found)
-        self._formats.check_prefix(message.numpy().data)
+        while isinstance(content := self._read(found), bytes):
+            found = MessageFormat.from_json(content)
         self._formats.advance(found)
-        if self._stream is None:
-            return _Received(found.unpack(message), found.batch, None)
-        return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
+        return content
 
-    def _receive_message(self, format_: MessageFormat) -> Tensor:
+    def _read(self, format_: MessageFormat) -> Received | bytes:
+        """Wait for the payload that should come in a format, or for the other format that comes in its place."""
         # Gloo accepts a shorter message, so the first one of a text fits any prediction.
         size = max(FRAME_BYTES, format_.num_bytes if self._stream is None else PREFIX_BYTES)
-        return self.link.messenger.receive_bytes(size, self.link.peer, self.link.tag)
+        message = self.link.messenger.receive_bytes(size, self.link.peer, self.link.tag)
+        if message[0]:
+            return self.link.messenger.receive_text(message, self.link.peer, self.link.tag)
+        self._formats.check_prefix(message.numpy().data)
+        if self._stream is None:
+            return format_.unpack(message), format_.batch, None
+        return self._receive_on_device(format_), format_.batch, self._stream.record_event()
 
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
         assert self.link.nccl is not None

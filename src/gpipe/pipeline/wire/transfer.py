@@ -44,7 +44,7 @@ class ProcessTransfer:
     ) -> None:
         self._local = local
         self._senders = {end: (LocalSender if link.connection else Sender)(link) for end, link in outgoing.items()}
-        self._receivers: dict[tuple[Kind, int], Receiver | LocalReceiver] = {
+        self._receivers = {
             end: (LocalReceiver if link.connection else Receiver)(link) for end, link in incoming.items()
         }
         self._batch = MiniBatch(0, 0)
