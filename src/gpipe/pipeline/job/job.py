@@ -20,7 +20,6 @@ from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandon
 from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.replicas import Replicas
 from gpipe.pipeline.transfer import LocalTransfer
-from gpipe.pipeline.wire.transfer import ProcessTransfer
 
 
 class Job:
@@ -45,7 +44,7 @@ class Job:
         self.activity = Activity()
         self.device_work = DeviceWork(self.activity, timeout_seconds, self._stage)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
+        self.transfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
         self.on_failure: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._failure: str | None = None  # why the processes cannot go on together

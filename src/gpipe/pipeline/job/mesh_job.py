@@ -30,7 +30,6 @@ from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.replicas import Replicas
-from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
 
@@ -220,7 +219,7 @@ class MeshJob(Job):
                 outgoing[kind, source] = link
             else:
                 incoming[kind, target] = link
-        return ProcessTransfer(outgoing, incoming, LocalTransfer([self._device] * len(self._placement)))
+        return ProcessTransfer(outgoing, incoming, [self._device] * len(self._placement))
 
     def _make_groups(self, members: list[list[int]], backend: str, *, is_link: bool = False) -> Any:
         """Make a group of each list of ranks and return this process's own.

@@ -16,7 +16,9 @@ stage computes: streams.py. Between GPUs these messages carry no data: the tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from gpipe.pipeline.job.watch import join_threads
 from gpipe.pipeline.microbatch import Payload
@@ -26,27 +28,30 @@ from gpipe.pipeline.wire.local import LocalReceiver, LocalSender
 from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
 
-class ProcessTransfer:
+class ProcessTransfer(LocalTransfer):
     """Carries payloads between this process's stages and their neighbours, most of which are in other processes.
+
+    After an error the streams stay out of step, and the engine refuses to continue.
 
     Args:
         outgoing: the links over which this process's stages send, by what travels (outputs forward, gradients
             backward) and stage.
         incoming: the links over which they receive, in the order of the stages.
-        local: carries payloads between two neighbours that are both here.
+        devices: as for `LocalTransfer`, which carries payloads between two neighbours that are both here.
     """
 
     def __init__(
         self,
         outgoing: Mapping[tuple[Kind, int], Link],
         incoming: Mapping[tuple[Kind, int], Link],
-        local: LocalTransfer,
+        devices: Sequence[torch.device],
     ) -> None:
-        self._local = local
+        super().__init__(devices)
         self._senders = {end: (LocalSender if link.connection else Sender)(link) for end, link in outgoing.items()}
         self._receivers = {
             end: (LocalReceiver if link.connection else Receiver)(link) for end, link in incoming.items()
         }
+        self._ends = [*self._senders.values(), *self._receivers.values()]
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -67,29 +72,24 @@ class ProcessTransfer:
         """Send the result of a task to the process of the stage after or before, without waiting."""
         sender = self._senders.get((task.kind.direction, task.stage))
         if sender is None:
-            self._local.send(task, payload)
+            super().send(task, payload)
         else:
             sender.send(payload, self._batch)
 
     def receive(self, task: Task) -> Payload:
         """Wait for what a task needs."""
         receiver = self._receivers.get((task.kind.direction, task.stage))
-        return self._local.receive(task) if receiver is None else receiver.receive()
+        return super().receive(task) if receiver is None else receiver.receive()
 
     def join(self) -> None:
         """End the threads after a failure, once the connections are cut."""
-        ends = [*self._senders.values(), *self._receivers.values()]
-        for end in ends:
+        for end in self._ends:
             end.end()
-        join_threads(thread for end in ends for thread in end.threads)
-        for end in ends:
+        join_threads(thread for end in self._ends for thread in end.threads)
+        for end in self._ends:
             end.link.disconnect()
-
-    def reset(self) -> None:
-        """Drop what is in transit here; the streams stay out of step, and the engine refuses to continue."""
-        self._local.reset()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads."""
-        for end in (*self._senders.values(), *self._receivers.values()):
+        for end in self._ends:
             end.close()
