@@ -9,10 +9,10 @@ Each row is a pipeline, each column holds copies of the same stages:
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -90,25 +90,18 @@ class MeshJob(Job):
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
         """Compare settings and types of devices with those of the other processes, then connect with them."""
         own = {"devices": self._device.type, **settings()}
-        self._require_agreement(own, self._messenger, "stage")
-        if len(self._rows) > 1:
-            self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
-            compared = own if among_replicas is None else {name: own[name] for name in ("devices", *among_replicas)}
-            self._require_agreement(compared, self._replica_messenger, "replica")
-        if self._num_processes > 1:
-            with self._explaining():
+        try:
+            self._require_agreement(own, self._messenger, "stage")
+            if len(self._rows) > 1:
+                self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
+                compared = own if among_replicas is None else {name: own[name] for name in ("devices", *among_replicas)}
+                self._require_agreement(compared, self._replica_messenger, "replica")
+            if self._num_processes > 1:
                 self._messenger.connect_neighbours()
                 self.transfer = self._connect_stages()
-        if self._replica_messenger is not None:
-            with self._explaining():
+            if self._replica_messenger is not None:
                 self._replica_messenger.connect_neighbours()
-            self.replicas = self.connect_replicas()
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Explain why a connection that the body needs is gone."""
-        try:
-            yield
+                self.replicas = self.connect_replicas()
         except LostPeer as lost:
             raise self._watch.explain(lost) from None
 
@@ -186,8 +179,7 @@ class MeshJob(Job):
         self._failure = self._failure or "it was closed"
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
-        with self._explaining():
-            found = messenger.gather(settings)
+        found = messenger.gather(settings)
         try:
             refuse_different(found, f"{kind} {{}}")
         except ValueError:
@@ -274,23 +266,19 @@ def join_job(
 
 def _await_beside(make: Callable[[], list[Any]], device: torch.device, check: Callable[[], None]) -> list[Any]:
     """Return what another thread makes, whose wait cannot be ended; an error from `check` ends this thread's wait."""
-    made: queue.SimpleQueue[list[Any] | Exception] = queue.SimpleQueue()
+    made: Future[list[Any]] = Future()
 
     def run() -> None:
         torch.cuda.set_device(device)
         try:
-            made.put(make())
+            made.set_result(make())
         except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-            made.put(error)
+            made.set_exception(error)
 
     threading.Thread(target=run, name="gpipe-connects", daemon=True).start()
-    while True:
-        with suppress(queue.Empty):
-            found = made.get(timeout=_CONNECT_SECONDS)
-            if isinstance(found, Exception):
-                raise found
-            return found
+    while wait([made], _CONNECT_SECONDS).not_done:
         check()
+    return made.result()
 
 
 def _check_mesh(mesh: DeviceMesh, num_devices: int, stages_per_device: int) -> None:
