@@ -203,7 +203,8 @@ def test_a_process_that_waits_for_nobody_goes_on_looking(
     watch = Watch(server[1], 0, [0], "stage 0", 0.01, DeviceWork(Activity(), 0.01, 0))
     with watch.waiting_for([]):
         time.sleep(0.05)  # longer than it waits for anybody
-        assert watch.look()
+        watch.look()
         watch.check()
+        assert not watch._closed.is_set()
     watch.close()
     watch.join()

@@ -60,9 +60,9 @@ class DeviceWork:
 
     Args:
         timeout_seconds: how long a GPU may work on one step.
-        stage: of the process, for errors; None if it has several.
 
     Attributes:
+        stage: of the process, for errors; None if it has several.
         activity: what the process is doing, for messages.
         num_done: how many steps are known to be done: the progress of the GPUs.
         since: when the first step became the first, by the monotonic clock.
@@ -70,7 +70,7 @@ class DeviceWork:
 
     def __init__(self, activity: Activity, timeout_seconds: float, stage: int | None) -> None:
         self.activity = activity
-        self._timeout_seconds, self._stage = timeout_seconds, stage
+        self._timeout_seconds, self.stage = timeout_seconds, stage
         self._steps: deque[DeviceStep] = deque()
         self._deliveries: list[Delivery] = []
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class DeviceWork:
             if not step.ranks and now - self.since > self._timeout_seconds:
                 text = f"{step.text}: the GPU has not finished it for {self._timeout_seconds:g} s"
                 text = f"{text}; see what happens there, or raise timeout_seconds"
-                stage = self._stage if step.stage is None else step.stage
+                stage = self.stage if step.stage is None else step.stage
                 raise PipelineError(text, stage=stage, micro_batch=step.micro_batch)
             time.sleep(min((now - begin) * _PAUSE_SHARE, _LONGEST_PAUSE_SECONDS))
         check()  # a device's wait that was cut off ends without an error
@@ -163,7 +163,7 @@ class DeviceWork:
             with self._lock:
                 place = self._steps[0].text if self._steps else str(self.activity)
             text = f"{place}, or right after it: {type(error).__name__}: {error}"
-            raise PipelineError(text, stage=self._stage) from error
+            raise PipelineError(text, stage=self.stage) from error
 
     def _mark(self, device: torch.device) -> torch.cuda.Event:
         """Note what the current stream of a device was given since the last step, and return the event after it."""

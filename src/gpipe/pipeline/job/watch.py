@@ -1,8 +1,8 @@
 """Watch the other processes while this one computes or waits: name those that failed, hang or are gone.
 
 All processes have a notice board (`Board`) in the key-value store that torch.distributed started with. There each notes
-where it runs, which processes it waits for, how far it is, and what it is doing (`Activity`); the first to fail notes
-why. Whoever waits in vain is cut off, and reads there what happened.
+where it runs and, twice a second, its state; the first to fail notes why. Whoever waits in vain is cut off, and reads
+there what happened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,27 @@ _LOOKS_PER_TIMEOUT = 8  # a chain of many stages takes long to follow, and need 
 _FAILURE = "failure"
 PROBE_TAG = 1 << 16  # of messages that are never sent or received
 FOREVER = timedelta(days=365)  # a wait that only the watch ends
+
+
+class _Note(NamedTuple):
+    """What a process tells the others of itself; all but where it runs changes from look to look."""
+
+    name: str  # in messages
+    stage: int | None = None  # None if it has several
+    namespace: str | None = None  # in which its id is unique; None if that is unknown
+    pid: int = 0
+    looks: int = -1  # so far: while this grows, the process is alive
+    progress: int = -1  # tasks and waits that its host has finished, and steps of its GPUs
+    doing: str = ""  # in words
+    compiling: str | None = None  # the layer, in words
+    waits_for: Sequence[int] = ()  # ranks
+    data_from: Sequence[int] = ()  # those among them whose data its GPU waits for
+    undelivered: Sequence[int] = ()  # the ranks for which it has data that are ready and not sent
+
+    @property
+    def last_seen(self) -> str:
+        """What it was doing when it last looked, as part of a sentence."""
+        return f" (last seen in {self.doing})" if self.doing else ""
 
 
 class _Wait(NamedTuple):
@@ -87,8 +108,6 @@ class Watch:
 
     Attributes:
         wait: which processes the host waits for.
-        activity: what this process is doing; once it is gone, the others can read what it last did, up to half a second
-            old.
     """
 
     def __init__(
@@ -102,15 +121,15 @@ class Watch:
     ) -> None:
         self._device_work, self._stages = device_work, stages
         self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
-        self.activity = device_work.activity
-        self._num_processes, self._num_known = dist.get_world_size(), 0
+        self._activity = device_work.activity
+        self._stopped_seconds = max(timeout_seconds / 2, _STOPPED_SECONDS)  # without a look: the process is stopped
+        self._unknown = list(range(dist.get_world_size()))  # whose notes this process has not read yet
         self._progress = 0
         self.wait: _Wait | None = None
-        self._looks, self._looked = 0, time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = {}  # the progress of others, and since when it is unchanged
-        self._alive: dict[int, tuple[int, float]] = {}  # how often they have looked, and since when it is unchanged
+        self._looked = time.monotonic()
+        self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # numbers of others, and since when each is the same
         self._next_search = 0.0
-        self._failure: PeerFailure | None = None
+        self._failure: PipelineError | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self._connections: list[Connection] = []
@@ -118,7 +137,8 @@ class Watch:
         self._retired: float | None = None
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
-        self._board.write(f"process/{rank}", (self._stage, name, _find_namespace(), os.getpid()))
+        self._note = _Note(name, device_work.stage, _find_namespace(), os.getpid())
+        self._board.write(f"process/{rank}", self._note)
         self._threads: list[threading.Thread] = []
         for look in (Watch.look, Watch.look_after_board):
             arguments = weakref.ref(self), look, self._closed
@@ -168,7 +188,8 @@ class Watch:
             PeerFailure: with that cause.
         """
         self._progress += 1
-        self.raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def raise_failure(self) -> None:
         """Raise the cause of failure of another process, if there is one; for a process that only waits."""
@@ -176,16 +197,15 @@ class Watch:
             raise self._failure
 
     def report(self, error: PipelineError) -> None:
-        """Tell the other processes why this one stops, unless a cause is already noted."""
+        """Note why this process stops; for the others too, unless a cause is already noted."""
+        if self._failure is None:
+            self._failure, self._failure_seen = error, time.monotonic()
         place = {"stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
         self._board.write_first(_FAILURE, {"message": str(error), "told": True, **place})
 
     def report_own(self, what: str) -> None:
-        """Note what went wrong in a thread other than the one that plays the tasks, and what this process is doing."""
-        error = PeerFailure(f"{self.place}: {what}", stage=self._stage)
-        if self._failure is None:  # this process itself reports it
-            self._failure, self._failure_seen = error, time.monotonic()
-        self.report(error)
+        """Report what went wrong in another thread than that of the tasks, and what this process is doing."""
+        self.report(PeerFailure(f"{self.place}: {what}", stage=self._device_work.stage))
 
     def explain(self, lost: LostPeer) -> PipelineError:
         """Return the error to raise for a connection that is gone."""
@@ -193,31 +213,30 @@ class Watch:
         while True:
             # In this order: a process that has ended noted its cause before.
             ended = [rank for rank in lost.ranks if self._has_ended(rank)]
-            if self._failure is not None:
-                return self._failure
-            if (failure := self._board.read(_FAILURE)) is not None:
-                return PeerFailure(**failure)
+            if (failure := self._find_failure()) is not None:
+                return failure
             if ended or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         rank = (*ended, *lost.ranks)[0]
-        stage, name = self._describe(rank)
+        note = self._read(rank)
         if self._board.read(f"closing/{rank}") is not None:
-            text = f"{name} has closed its pipeline; every process must make the same calls to it, and then close it"
-            return PeerFailure(text, stage=stage)
-        seen = self._last_seen(rank)
-        text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
-        return PeerFailure(text, stage=stage)
+            what = "has closed its pipeline; every process must make the same calls to it, and then close it"
+        else:
+            causes = "it was killed, ran out of memory, exited, or its host is down"
+            what = f"is gone without a word{note.last_seen}: {causes}"
+        return PeerFailure(f"{note.name} {what}", stage=note.stage)
+
+    def _find_failure(self) -> PipelineError | None:
+        """Return the cause of failure that is known here, or else the one on the board."""
+        if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
+            self._failure, self._failure_seen = PeerFailure(**failure), time.monotonic()
+        return self._failure
 
     @property
     def place(self) -> str:
         """Which process this is and what it is doing: "rank 1, stage 1, between two steps"."""
-        return f"rank {self._rank}, {name_stages(self._stages)}, {self.activity}"
-
-    @property
-    def _stage(self) -> int | None:
-        """This process's stage; None if it has several."""
-        return self._stages[0] if len(self._stages) == 1 else None
+        return f"rank {self._rank}, {name_stages(self._stages)}, {self._activity}"
 
     def retire(self) -> None:
         """Cut this process's connections, so that nobody waits for it in vain: those of torch soon, the others now.
@@ -244,47 +263,50 @@ class Watch:
         if self._retired is not None:
             time.sleep(max(0.0, self._retired + _GRACE_SECONDS - time.monotonic()))
         self._cut()
-        self.close()
 
     def join(self) -> None:
         """Wait until the threads have ended, unless one waits for a store that does not answer."""
         if self._board.silent_seconds < SILENT_SECONDS:
             join_threads(self._threads)
 
-    def look(self) -> bool:
-        """Update this process's notes and read those of the others; return whether to look again."""
+    def look(self) -> None:
+        """Update this process's notes, read those of the others, and end a wait that is in vain."""
         now = time.monotonic()
         if self._retired is not None:
-            if now - self._retired < _EXPLANATION_SECONDS:
-                return True
-            self._cut()
-            self.close()
-            return False
-        self._looks += 1
+            if now - self._retired > _EXPLANATION_SECONDS:
+                self._cut()
+            return
         if now - self._looked > self._stopped_seconds:
             # This process was paused, and perhaps all were: what it saw before tells nothing about the others.
             self._seen.clear()
-            self._alive.clear()
         self._looked = now
-        if self._num_known < self._num_processes:  # one name per look, in case the board is lost later
-            self._num_known += self._board.read(f"process/{self._num_known}") is not None
+        if self._unknown and self._board.read(f"process/{self._unknown[0]}") is not None:
+            del self._unknown[0]  # one per look, so that its name is known if the board is lost later
         wait = self._find_wait()
-        others = list(wait.ranks) if wait is not None else []
-        data_from = list(wait.data_from) if wait is not None else []
-        compiling = self.activity.compiling
-        self._progress += compiling is not None  # however long it takes
-        progress = self._progress + self._device_work.num_done
-        undelivered = self._device_work.find_undelivered()
-        state = [self._looks, progress, others, str(self.activity), compiling, data_from, undelivered]
-        self._board.write(f"state/{self._rank}", state)
-        if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
-            self._failure, self._failure_seen = PeerFailure(**failure), now
-        if self._failure is None and wait is not None and now >= self._next_search:
+        self._write(wait)
+        if self._find_failure() is None and wait is not None and now >= self._next_search:
             self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
-            if (error := self._find_hanging(wait, now)) is not None:
+            if (error := self._find_hanging(wait.since, now)) is not None:
                 self.report(error)
-                self._failure, self._failure_seen = error, now
-        return self._end_wait(wait or self.wait, now)
+        self._end_wait(wait or self.wait)
+
+    def _write(self, wait: _Wait | None) -> None:
+        """Bring this process's note up to date."""
+        compiling = self._activity.compiling
+        self._progress += compiling is not None  # however long it takes
+        self._note = self._note._replace(
+            looks=self._note.looks + 1,
+            progress=self._progress + self._device_work.num_done,
+            doing=str(self._activity),
+            compiling=compiling,
+            waits_for=wait.ranks if wait is not None else (),
+            data_from=wait.data_from if wait is not None else (),
+            undelivered=self._device_work.find_undelivered(),
+        )
+        self._board.write(f"process/{self._rank}", self._note)
+
+    def _read(self, rank: int) -> _Note:
+        return _Note(*self._board.read(f"process/{rank}") or [f"rank {rank}, which never reported where it runs,"])
 
     def _find_wait(self) -> _Wait | None:
         """Return which processes this one waits for: its host, or its GPU for their data."""
@@ -308,107 +330,91 @@ class Watch:
         until_search = self._next_search - time.monotonic()
         return min(until_search, _LOOK_SECONDS) if until_search > 0 else _LOOK_SECONDS
 
-    @property
-    def _stopped_seconds(self) -> float:
-        """The time without a look after which a process counts as stopped."""
-        return max(self._timeout_seconds / 2, _STOPPED_SECONDS)
-
-    def look_after_board(self) -> bool:
-        """See whether the board, in a process of one host, still answers; return whether to look again.
+    def look_after_board(self) -> None:
+        """See whether the board, in a process of one host, still answers.
 
         It has its own thread: the other one may be waiting for the board.
         """
         if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
             self._board.give_up()
-            waited = f"for {self._timeout_seconds:g} s"
-            text = f"the first host, where the processes leave notes for each other, has not answered {waited}: "
-            self._failure = PeerFailure(text + "it is down, or the network to it is")
-            self._failure_seen = time.monotonic()
-        return self._end_wait(self.wait, time.monotonic()) if self._failure is not None else True
+            text = "the first host, where the processes leave notes for each other, has not answered for "
+            text += f"{self._timeout_seconds:g} s: it is down, or the network to it is"
+            self.report(PeerFailure(text))
+        self._end_wait(self.wait)
 
-    def _end_wait(self, wait: _Wait | None, now: float) -> bool:
-        """Cut off a wait that is in vain, after a grace period; return whether to look again."""
-        if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
-            return True
-        if wait is self.wait or wait.data_from:
+    def _end_wait(self, wait: _Wait | None) -> None:
+        """Cut off a wait that is in vain, after a grace period."""
+        if self._failure is None or wait is None:
+            return
+        begin = max(self._failure_seen, wait.since)
+        if time.monotonic() - begin > _GRACE_SECONDS and (wait is self.wait or wait.data_from):
             self._cut()
-            return False
-        return True
 
-    def _find_hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
+    def _find_hanging(self, since: float, now: float) -> PeerFailure | None:
         """Follow the notes of who waits for whom to the processes that wait for none, and name them if they hang."""
-        reached: dict[int, list[int]] = {self._rank: []}
-        data_from: dict[int, Sequence[int]] = {self._rank: wait.data_from}
-        undelivered = {self._rank: self._device_work.find_undelivered()}
-        pending = list(wait.ranks)
-        while pending:
-            if (rank := pending.pop()) not in reached:
-                state = self._board.read(f"state/{rank}") or [-1, -1, [], "", None, [], []]
-                looks, progress, others, *_, data_from[rank], undelivered[rank] = state
-                _note(self._seen, rank, progress, now)
-                _note(self._alive, rank, looks, now)
-                # What a stopped process waited for tells nothing.
-                is_stopped = now - self._alive[rank][1] > self._stopped_seconds
-                reached[rank] = [] if is_stopped else others
-                pending += reached[rank]
-        del reached[self._rank]
-        culprits = sorted(rank for rank, others in reached.items() if not others)
-        suspects = culprits or sorted(reached)  # all wait for each other
-        since = max(wait.since, *(self._seen[rank][1] for rank in suspects))
-        if now - since < self._timeout_seconds * (1 - 1 / _LOOKS_PER_TIMEOUT):
-            return None
+        own, notes = self._note, self._follow(self._note.waits_for)
+        culprits = sorted(rank for rank, note in notes.items() if not note.waits_for)  # none: all wait for each other
+        since = max(since, *(self._seen[rank, "progress"][1] for rank in culprits or notes))
         if now - since < self._timeout_seconds:
-            self._next_search = since + self._timeout_seconds
+            self._next_search = min(self._next_search, since + self._timeout_seconds)
             return None
+        if culprits:
+            names = " and ".join(f"{notes[rank].name}{notes[rank].last_seen}" for rank in culprits)
+            verb = "does" if len(culprits) == 1 else "do"
+            waited = f"{own.name} waited {self._timeout_seconds:g} s"
+            text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
+            return PeerFailure(text, stage=notes[culprits[0]].stage)
+        names = " and ".join([own.name, *(notes[rank].name for rank in sorted(notes))])
+        notes[self._rank] = own
         # If a link hangs, many wait for data; but only the data that it should carry are ready and not sent.
-        links = [(s, rank) for rank, part in data_from.items() for s in part if rank in undelivered.get(s, [])]
-        return self._blame(suspects, deadlock=not culprits, links=links)
+        links = [(s, rank) for rank, note in notes.items() for s in note.data_from if rank in notes[s].undelivered]
+        if links:
+            return self._blame_links(links, notes)
+        text = f"{names} wait for each other; every process must make the same calls to the pipeline"
+        return PeerFailure(text, stage=own.stage)
+
+    def _follow(self, ranks: Sequence[int]) -> dict[int, _Note]:
+        """Return the notes of other processes, by rank: these, and those that they wait for, directly or indirectly."""
+        notes: dict[int, _Note] = {}
+        pending = list(ranks)
+        while pending:
+            if (rank := pending.pop()) == self._rank or rank in notes:
+                continue
+            note = self._read(rank)
+            self._find_since(rank, "progress", note.progress)
+            if time.monotonic() - self._find_since(rank, "looks", note.looks) > self._stopped_seconds:
+                note = note._replace(waits_for=(), data_from=())  # what a stopped process waited for tells nothing
+            notes[rank] = note
+            pending += note.waits_for
+        return notes
+
+    def _find_since(self, rank: int, what: str, value: int) -> float:
+        """Return since when a number of another process has been the same, as far as this one has seen."""
+        before, since = self._seen.get((rank, what), (None, 0.0))
+        since = since if value == before else time.monotonic()
+        self._seen[rank, what] = value, since
+        return since
 
     def find_compiling(self) -> str | None:
         """Return what is being compiled in a process that this one waits for, directly or indirectly; or None."""
-        wait, seen = self.wait, {self._rank}
-        pending = list(wait.ranks) if wait is not None else []
-        while pending:
-            if (rank := pending.pop()) not in seen:
-                seen.add(rank)
-                _, _, others, _, compiling, *_ = self._board.read(f"state/{rank}") or [-1, -1, [], "", None]
-                if compiling is not None:
-                    return str(compiling)
-                pending += others
-        return None
+        wait = self.wait
+        notes = self._follow(wait.ranks).values() if wait is not None else ()
+        return next((note.compiling for note in notes if note.compiling is not None), None)
 
-    def _blame(self, ranks: Sequence[int], *, deadlock: bool, links: Sequence[tuple[int, int]]) -> PeerFailure:
-        """Return the error that names processes, or the links (from one rank to another) over which nothing comes."""
-        described = [self._describe(rank) for rank in ranks]
-        stage, own_name = self._describe(self._rank)
-        if deadlock and links:
-            return self._blame_links(links)
-        if deadlock:
-            names = " and ".join(name for _, name in described if name != own_name)
-            text = f"{own_name} and {names} wait for each other; every process must make the same calls to the pipeline"
-            return PeerFailure(text, stage=stage)
-        names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
-        verb = "does" if len(ranks) == 1 else "do"
-        waited = f"{own_name} waited {self._timeout_seconds:g} s"
-        text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
-        return PeerFailure(text, stage=described[0][0])
-
-    def _blame_links(self, links: Sequence[tuple[int, int]]) -> PeerFailure:
+    def _blame_links(self, links: Sequence[tuple[int, int]], notes: Mapping[int, _Note]) -> PeerFailure:
+        """Return the error that names links, from one rank to another, over which nothing comes."""
         waited = f"have not arrived for {self._timeout_seconds:g} s"
         # In an exchange each lacks the data of the others, and it is not known whose did not come.
         if exchanging := sorted({rank for source, rank in links if (rank, source) in links}):
-            described = [self._describe(rank) for rank in exchanging]
-            text = f"data that {' and '.join(name for _, name in described)} exchange {waited}; see the links between"
+            names = " and ".join(notes[rank].name for rank in exchanging)
+            first, text = exchanging[0], f"data that {names} exchange {waited}; see the links between"
         else:
-            described = [self._describe(rank) for _, rank in links]
-            pairs = " and ".join(
-                f"from {self._describe(source)[1]} to {self._describe(rank)[1]}" for source, rank in links
-            )
-            text = f"data that were sent {pairs} {waited}; see the link between"
-        return PeerFailure(f"{text} their GPUs, or raise timeout_seconds", stage=described[0][0])
+            pairs = " and ".join(f"from {notes[source].name} to {notes[rank].name}" for source, rank in links)
+            first, text = links[0][1], f"data that were sent {pairs} {waited}; see the link between"
+        return PeerFailure(f"{text} their GPUs, or raise timeout_seconds", stage=notes[first].stage)
 
     def _cut(self) -> None:
-        """End all waits of this process."""
+        """End all waits of this process, and the threads."""
         for connection in self._connections:
             connection.cut()
         for group, backend in self._groups:
@@ -423,27 +429,18 @@ class Watch:
                     with suppress(RuntimeError):
                         part = allocate_on_host(1, dtype=torch.uint8)
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
-
-    def _describe(self, rank: int) -> tuple[int | None, str]:
-        unknown = None, f"rank {rank}, which never reported where it runs,"
-        stage, name, *_ = self._board.read(f"process/{rank}") or unknown
-        return stage, name
+        self.close()
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a process is known to have ended; for one on another host, this is never known."""
-        *_, namespace, pid = self._board.read(f"process/{rank}") or (None, None)
-        if namespace is None or namespace != _find_namespace():
+        note = self._read(rank)
+        if note.namespace is None or note.namespace != self._note.namespace:
             return False
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{note.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
         return state in "XZ"  # dead, but its parent has not collected it yet
-
-    def _last_seen(self, rank: int) -> str:
-        """Return what a process was doing when it last wrote its notes, as part of a sentence."""
-        state = self._board.read(f"state/{rank}")
-        return f" (last seen in {state[3]})" if state else ""
 
 
 def _find_namespace() -> str | None:
@@ -452,18 +449,12 @@ def _find_namespace() -> str | None:
     return f"{boot.read_text().strip()} {link.readlink()}" if link.is_symlink() and boot.is_file() else None
 
 
-def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
-    """Remember a value of another process, and since when it has been unchanged."""
-    if seen.get(rank, (None, 0.0))[0] != value:
-        seen[rank] = value, now
-
-
-def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
-    while (watch := reference()) is not None and look(watch):
+def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], None], closed: threading.Event) -> None:
+    pause_seconds = 0.0
+    while not closed.wait(pause_seconds) and (watch := reference()) is not None:
+        look(watch)
         pause_seconds = watch.pause_seconds
         del watch  # do not keep an unused pipeline alive
-        if closed.wait(pause_seconds):
-            return
 
 
 def join_threads(threads: Iterable[threading.Thread]) -> None:
