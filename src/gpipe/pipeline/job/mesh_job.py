@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -162,15 +161,12 @@ class MeshJob(Job):
         return error
 
     def close(self) -> None:
-        """Wait until everything sent has arrived, and end the threads: Gloo drops what it has not delivered yet."""
+        """Wait until the payloads that were sent have arrived, and end the threads."""
         if self._failure is not None:  # what was sent will no longer be asked for
             self._watch.give_up()
             self.transfer.join()
         else:
             self._watch.note_closing()
-            with suppress(LostPeer):
-                for messenger in filter(None, (self._messenger, self._replica_messenger)):
-                    messenger.flush()
             self.transfer.close()
             self._watch.close()
         for messenger in filter(None, (self._messenger, self._replica_messenger)):
@@ -183,8 +179,6 @@ class MeshJob(Job):
         try:
             refuse_different(found, f"{kind} {{}}")
         except ValueError:
-            with suppress(LostPeer):
-                messenger.flush()  # or the others would never see the difference
             self._watch.retire()
             raise
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,8 +24,8 @@ CONTROL_TAG = 1  # of this module's messages; boundaries have higher tags
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    What `send` sends over Gloo is kept until it has surely arrived. Messages between neighbours on one host, which are
-    most, go over sockets instead. All methods that send, receive or wait raise LostPeer if the connection is gone.
+    Messages between neighbours on one host, which are most, go over sockets instead. All methods that send, receive or
+    wait raise LostPeer if the connection is gone.
 
     Values are gathered along the ranks, from the last one to the first, and then all go back the same way:
 
@@ -40,7 +39,6 @@ class Messenger:
         self.group, self._watch = group, watch
         self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
-        self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._connections: dict[int, Connection] = {}
 
     def connect_neighbours(self) -> None:
@@ -66,30 +64,16 @@ class Messenger:
             connection.close()
 
     def send(self, value: Any, peer: int) -> None:
-        """Send a value to a rank of the group; wait at most for room in a socket."""
+        """Send a value to a rank of the group, which receives it next or waits for it already."""
         self._send_text(_to_json(value), peer)
 
     def _send_text(self, text: bytes, peer: int) -> None:
-        if (connection := self._connections.get(peer)) is not None:
-            with self.waiting_for(peer):
+        with self.waiting_for(peer):
+            if (connection := self._connections.get(peer)) is not None:
                 connection.send(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-            return
-        with LostPeer.named([self._ranks[peer]]):
-            for message in frame_text(text):
-                self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
-        # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
-        # once this many have followed, waiting for the oldest takes no time in practice.
-        self._let_go(256 * self.size)
-
-    def flush(self) -> None:
-        """Wait until everything that was sent has arrived: Gloo holds it until the receiver asks for it."""
-        self._let_go(0)
-
-    def _let_go(self, num_kept: int) -> None:
-        while len(self._sent) > num_kept:
-            peer, work, _ = self._sent.popleft()
-            with self.waiting_for(peer), LostPeer.named([self._ranks[peer]]):
-                work.wait(FOREVER)
+            else:
+                for message in frame_text(text):
+                    self.send_bytes(message, peer, CONTROL_TAG)
 
     def receive(self, peer: int) -> Any:
         """Wait for the next message of a rank of the group."""
