@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.microbatch import Payload, PayloadError, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
-_HOST = torch.device("cpu")
+_HOST = torch.device("cpu")  # whatever the user's default device is
 _ALIGNMENT = 64  # bytes, as in torch's own allocations, so that kernels compute the same on received tensors
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 _ZEROS = bytes(2 * _ALIGNMENT)
@@ -118,11 +117,6 @@ class MessageFormat:
         ]
 
     @functools.cached_property
-    def _has_empty(self) -> bool:
-        """Whether a tensor has no elements: nothing is received into its buffer."""
-        return any(layout.num_elements == 0 for layout in self.layouts)
-
-    @functools.cached_property
     def _marks(self) -> tuple[list[bool], list[bool]]:
         """Which tensors need a gradient; which share memory, empty if none do."""
         shared = [layout.shared for layout in self.layouts]
@@ -157,14 +151,15 @@ class MessageFormat:
         for gap, layout, num_elements, buffer in self._buffers:
             if gap:
                 parts.append(bytearray(gap))
-            is_plain = layout.strides is None and not layout.offset  # needs no view
-            elements.append(
-                allocate_on_host(layout.shape, dtype=layout.dtype) if is_plain else layout.allocate(num_elements, _HOST)
-            )
-            parts.append(buffer.from_address(elements[-1].data_ptr()))  # does not keep the tensor alive
+            if layout.strides is None and not layout.offset:  # needs no view
+                elements.append(torch.empty(layout.shape, dtype=layout.dtype, device=_HOST))
+            else:
+                elements.append(layout.allocate(num_elements, _HOST))
+            if num_elements:  # nothing is received into an empty buffer
+                parts.append(buffer.from_address(elements[-1].data_ptr()))  # does not keep the tensor alive
         if self._gaps[-1]:
             parts.append(bytearray(self._gaps[-1]))
-        return elements, [part for part in parts if len(part)] if self._has_empty else parts
+        return elements, parts
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors lie in a message."""
