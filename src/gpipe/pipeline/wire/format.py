@@ -106,30 +106,23 @@ class MessageFormat:
     @functools.cached_property
     def num_bytes(self) -> int:
         """The size of a message."""
-        return PREFIX_BYTES + sum(self._gaps) + sum(layout.num_bytes for layout in self.layouts)
+        return PREFIX_BYTES + sum(gap + layout.num_bytes for gap, layout, *_ in self._buffers)
 
     @functools.cached_property
     def _buffers(self) -> list[tuple[int, TensorLayout, int, Any]]:
-        """For each tensor: the gap before it, its layout, the number of its elements, and its buffer's type."""
-        return [
-            (gap, layout, layout.num_elements, ctypes.c_char * layout.num_bytes)
-            for gap, layout in zip(self._gaps, self.layouts, strict=False)
-        ]
+        """For each tensor: the bytes before it, its layout, the number of its elements, and its buffer's type."""
+        buffers, end = [], 0
+        for layout in self.layouts:
+            gap = -end % _ALIGNMENT + layout.offset * layout.dtype.itemsize
+            buffers.append((gap, layout, layout.num_elements, ctypes.c_char * layout.num_bytes))
+            end += gap + layout.num_bytes
+        return buffers
 
     @functools.cached_property
     def _marks(self) -> tuple[list[bool], list[bool]]:
         """Which tensors need a gradient; which share memory, empty if none do."""
         shared = [layout.shared for layout in self.layouts]
         return [layout.differentiable for layout in self.layouts], shared if any(shared) else []
-
-    @functools.cached_property
-    def _gaps(self) -> list[int]:
-        """How many bytes lie between the prefix and the first tensor, between two tensors, and after the last one."""
-        gaps, end = [], 0
-        for layout in self.layouts:
-            gaps.append(-end % _ALIGNMENT + layout.offset * layout.dtype.itemsize)
-            end += gaps[-1] + layout.num_bytes
-        return [*gaps, -end % _ALIGNMENT]
 
     def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
         """Return a message as buffers, in order; a tensor that is stored as it travels is not copied."""
@@ -141,8 +134,6 @@ class MessageFormat:
                 parts.append(buffer.from_address(tensor.data_ptr()))
             else:
                 parts.append(flatten(tensor, layout).numpy().data)
-        if self._gaps[-1]:
-            parts.append(_ZEROS[: self._gaps[-1]])
         return parts
 
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
@@ -157,14 +148,12 @@ class MessageFormat:
                 elements.append(layout.allocate(num_elements, _HOST))
             if num_elements:  # nothing is received into an empty buffer
                 parts.append(buffer.from_address(elements[-1].data_ptr()))  # does not keep the tensor alive
-        if self._gaps[-1]:
-            parts.append(bytearray(self._gaps[-1]))
         return elements, parts
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors lie in a message."""
         elements, end = [], PREFIX_BYTES
-        for gap, layout in zip(self._gaps, self.layouts, strict=False):
+        for gap, layout, *_ in self._buffers:
             begin, end = end + gap, end + gap + layout.num_bytes
             # `.data`: autograd must not count an in-place change of one tensor as a change of all.
             elements.append(message[begin:end].view(layout.dtype).data)
