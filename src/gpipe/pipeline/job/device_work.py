@@ -113,7 +113,7 @@ class DeviceWork:
             if device.type == "cuda":
                 self._mark(device)
         begin = time.monotonic()
-        while (step := self._find_first_to_wait_for()) is not None:
+        while (step := self.find_first()) is not None:
             check()
             now = time.monotonic()
             if not step.ranks and now - self.since > self._timeout_seconds:
@@ -128,14 +128,21 @@ class DeviceWork:
         """Return the first step that is not done; None where all are.
 
         Raises:
-            RuntimeError: a GPU failed.
+            PipelineError: a GPU failed.
         """
         with self._lock:
-            while self._steps and self._steps[0].event.query():
+            while self._steps:
+                try:
+                    is_done = self._steps[0].event.query()
+                except RuntimeError as error:
+                    text = f"{self._steps[0].text}, or right after it: {type(error).__name__}: {error}"
+                    raise PipelineError(text, stage=self.stage) from error
+                if not is_done:
+                    return self._steps[0]
                 self._steps.popleft()
                 self.num_done += 1
                 self.since = time.monotonic()
-            return self._steps[0] if self._steps else None
+        return None
 
     def deliver(self, delivery: Delivery) -> None:
         """Note data that are being sent."""
@@ -155,15 +162,6 @@ class DeviceWork:
         with self._lock:
             self._steps.clear()
             self._deliveries.clear()
-
-    def _find_first_to_wait_for(self) -> DeviceStep | None:
-        try:
-            return self.find_first()
-        except RuntimeError as error:
-            with self._lock:
-                place = self._steps[0].text if self._steps else str(self.activity)
-            text = f"{place}, or right after it: {type(error).__name__}: {error}"
-            raise PipelineError(text, stage=self.stage) from error
 
     def _mark(self, device: torch.device) -> torch.cuda.Event:
         """Note what the current stream of a device was given since the last step, and return the event after it."""

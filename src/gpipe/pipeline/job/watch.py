@@ -312,7 +312,7 @@ class Watch:
         wait = self.wait
         try:
             first = self._device_work.find_first()
-        except RuntimeError:  # the GPU failed: the thread that waits for it reports that
+        except PipelineError:  # the GPU failed: the thread that waits for it reports that
             return wait
         if first is None:
             return wait
