@@ -35,8 +35,8 @@ class Messenger:
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
-        self.group, self._watch = group, watch
-        self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
+        self.group, self.watch = group, watch
+        self.ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
         self._connections: dict[int, Connection] = {}
 
@@ -53,8 +53,8 @@ class Messenger:
         """
         if (found := offer(self, peer) if offers else accept(self, peer)) is None:
             return None
-        connection = Connection(found, self._ranks[peer])
-        self._watch.guard_connection(connection)
+        connection = Connection(found, self.ranks[peer])
+        self.watch.guard_connection(connection)
         return connection
 
     def close(self) -> None:
@@ -83,20 +83,20 @@ class Messenger:
             if (connection := self._connections.get(peer)) is None:
                 return self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
             length = bytearray(_LENGTH_BYTES)
-            connection.receive(length)
+            connection.receive([length])
             text = bytearray(int.from_bytes(length, "little"))
-            connection.receive(text)
+            connection.receive([text])
             return bytes(text)
 
     def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:
         """Send a contiguous CPU tensor, and wait until it has arrived."""
-        with LostPeer.named([self._ranks[peer]]):
+        with LostPeer.named([self.ranks[peer]]):
             self.group.send([message], peer, tag).wait(FOREVER)
 
     def receive_bytes(self, size: int, peer: int, tag: int) -> Tensor:
         """Wait for a message of at most `size` bytes."""
         message = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
-        with LostPeer.named([self._ranks[peer]]):
+        with LostPeer.named([self.ranks[peer]]):
             self.group.recv([message], peer, tag).wait(FOREVER)
         return message
 
@@ -111,15 +111,7 @@ class Messenger:
 
     def waiting_for(self, peer: int) -> AbstractContextManager[None]:
         """Let the watch know, while the body runs, for which rank of the group this process waits."""
-        return self._watch.waiting_for([self._ranks[peer]])
-
-    def rank_in_job(self, peer: int) -> int:
-        """Return the rank in the job of a rank of the group."""
-        return self._ranks[peer]
-
-    def report(self, what: str) -> None:
-        """Let the watch tell all processes what went wrong in this one."""
-        self._watch.report_own(what)
+        return self.watch.waiting_for([self.ranks[peer]])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order, on every rank."""

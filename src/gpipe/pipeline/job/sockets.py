@@ -49,26 +49,19 @@ class Connection:
             raise self._lost(error) from None
         return parts
 
-    def receive(self, *parts: Any) -> None:
-        """Wait until all buffers are full."""
-        self._receive(parts, socket.MSG_WAITALL)
-
-    def receive_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Receive what has arrived, without waiting; return the buffers that are still to fill."""
-        return self._receive(parts, socket.MSG_DONTWAIT)
-
-    def _receive(self, left: Sequence[Any], flags: int) -> Sequence[Any]:
+    def receive(self, parts: Sequence[Any], flags: int = socket.MSG_WAITALL) -> Sequence[Any]:
+        """Wait until some buffers are full or, with MSG_DONTWAIT, return those that are still to fill."""
         try:
-            while left:
-                count, *_ = self._socket.recvmsg_into(left[:_MOST_PARTS], 0, flags)
+            while parts:
+                count, *_ = self._socket.recvmsg_into(parts[:_MOST_PARTS], 0, flags)
                 if not count:
                     raise ConnectionResetError("the connection was closed at its other end")
-                left = _drop(left, count)
+                parts = _drop(parts, count)
         except BlockingIOError:
             pass
         except OSError as error:
             raise self._lost(error) from None
-        return left
+        return parts
 
     def cut(self) -> None:
         """End all waits at both ends."""

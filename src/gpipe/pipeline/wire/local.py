@@ -8,6 +8,7 @@ one call reads either. What a socket has no room for is left to a thread: no sta
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,6 @@ class LocalReceiver(Receiver):
         return format_.payload(elements), format_.batch, None
 
     def _fill(self, parts: Sequence[Any]) -> None:
-        if left := self._connection.receive_at_once(parts):
+        if left := self._connection.receive(parts, socket.MSG_DONTWAIT):
             with self.link.messenger.waiting_for(self.link.peer):
-                self._connection.receive(*left)
+                self._connection.receive(left)

@@ -201,7 +201,7 @@ class Sender(_End):
         if not self._formats.training:  # an evaluation does not wait until it has arrived, and its memory may change
             parts = [part.clone() for part in parts]
         ready = torch.cuda.current_stream(self.link.device).record_event()
-        delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
+        delivery = Delivery((self.link.messenger.ranks[self.link.peer],), ready)
         self.link.device_work.deliver(delivery)
 
         def send() -> None:
@@ -221,7 +221,7 @@ class Sender(_End):
     def _note(self, error: Exception) -> None:
         self._error = error
         if not isinstance(error, LostPeer):
-            self.link.messenger.report(f"sending failed: {type(error).__name__}: {error}")
+            self.link.messenger.watch.report_own(f"sending failed: {type(error).__name__}: {error}")
 
     def _deliver(self, *messages: Tensor) -> None:
         for message in messages:
@@ -270,7 +270,7 @@ class Receiver(_End):
         if arrived is not None:
             stream = torch.cuda.current_stream(self.link.device)
             stream.wait_event(arrived)
-            self.link.device_work.expect(arrived, self.link.messenger.rank_in_job(self.link.peer))
+            self.link.device_work.expect(arrived, self.link.messenger.ranks[self.link.peer])
             for tensor in payload.tensors:
                 tensor.record_stream(stream)
         return payload
