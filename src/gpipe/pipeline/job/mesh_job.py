@@ -169,8 +169,6 @@ class MeshJob(Job):
             self._watch.note_closing()
             self.transfer.close()
             self._watch.close()
-        for messenger in filter(None, (self._messenger, self._replica_messenger)):
-            messenger.close()
         self._watch.join()
         self._failure = self._failure or "it was closed"
 

@@ -69,7 +69,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end; what was sent can still be received."""
+        """Close this end."""
         self._socket.close()
 
     def _lost(self, error: OSError) -> LostPeer:

@@ -85,7 +85,7 @@ class _Waiting:
 
     def __exit__(self, *_: object) -> None:
         self._watch.wait = self._before
-        self._watch.note_progress()
+        self._watch.progress += 1
 
 
 class Watch:
@@ -107,6 +107,8 @@ class Watch:
 
     Attributes:
         wait: which processes the host waits for.
+        progress: of the host: how many tasks and waits have ended.
+        connections: to other processes of this host; they end as the groups' do, and `join` closes them.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Watch:
         self._activity = device_work.activity
         self._stopped_seconds = max(timeout_seconds / 2, _STOPPED_SECONDS)  # without a look: the process is stopped
         self._unknown = list(range(dist.get_world_size()))  # whose notes this process has not read yet
-        self._progress = 0
+        self.progress = 0
         self.wait: _Wait | None = None
         self._looked = time.monotonic()
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # numbers of others, and since when each is the same
@@ -131,7 +133,7 @@ class Watch:
         self._failure: PipelineError | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
         self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, which may wait for another process's whole step
         self._retired: float | None = None
         self._closed = threading.Event()
@@ -163,10 +165,6 @@ class Watch:
             set_timeout(group, timedelta(seconds=max(net_seconds, _LEAST_SECONDS)))
             self._whole_steps.append(group)
 
-    def guard_connection(self, connection: Connection) -> None:
-        """Let this process wait on a connection of this host as long as it takes, likewise."""
-        self._connections.append(connection)
-
     def expect_compiling(self) -> None:
         """Let a process wait for another that compiles, however long that takes."""
         for group in self._whole_steps:
@@ -176,17 +174,13 @@ class Watch:
         """Note that this process waits for others, if any, while the body runs."""
         return _Waiting(self, ranks)
 
-    def note_progress(self) -> None:
-        """Note that this process has made progress."""
-        self._progress += 1
-
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one.
 
         Raises:
             PeerFailure: with that cause.
         """
-        self._progress += 1
+        self.progress += 1
         if self._failure is not None:
             raise self._failure
 
@@ -244,7 +238,7 @@ class Watch:
         once the others have had time to look at the board.
         """
         self._retired = time.monotonic()
-        for connection in self._connections:
+        for connection in self.connections:
             connection.cut()
 
     def note_closing(self) -> None:
@@ -255,7 +249,6 @@ class Watch:
         """End the threads."""
         self._closed.set()
         self._groups.clear()
-        self._connections.clear()
 
     def give_up(self) -> None:
         """Wait until the others have learnt why this process stops, cut its connections, and end the threads."""
@@ -264,9 +257,14 @@ class Watch:
         self._cut()
 
     def join(self) -> None:
-        """Wait until the threads have ended, unless one waits for a store that does not answer."""
+        """Wait until the threads have ended, unless one waits for a store that does not answer; close the connections.
+
+        What was sent over them can still be received.
+        """
         if self._board.silent_seconds < SILENT_SECONDS:
             join_threads(self._threads)
+        for connection in self.connections:
+            connection.close()
 
     def look(self) -> None:
         """Update this process's notes, read those of the others, and end a wait that is in vain."""
@@ -292,10 +290,10 @@ class Watch:
     def _write(self, wait: _Wait | None) -> None:
         """Bring this process's note up to date."""
         compiling = self._activity.compiling
-        self._progress += compiling is not None  # however long it takes
+        self.progress += compiling is not None  # however long it takes
         self._note = self._note._replace(
             looks=self._note.looks + 1,
-            progress=self._progress + self._device_work.num_done,
+            progress=self.progress + self._device_work.num_done,
             doing=str(self._activity),
             compiling=compiling,
             waits_for=wait.ranks if wait is not None else (),
@@ -414,7 +412,7 @@ class Watch:
 
     def _cut(self) -> None:
         """End all waits of this process, and the threads."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.cut()
         for group, backend in self._groups:
             if backend != "gloo":

@@ -20,6 +20,7 @@ from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
@@ -65,11 +66,6 @@ class Link:
         operations = [dist.P2POp(operation, tensor, group=self.nccl, group_peer=other) for tensor in tensors]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()  # the stream waits, not the host
-
-    def disconnect(self) -> None:
-        """Close the connection, if there is one; what was sent can still be read."""
-        if self.connection is not None:
-            self.connection.close()
 
 
 class Formats:
@@ -136,7 +132,6 @@ class _End(ABC):
         with self.link.messenger.waiting_for(self.link.peer):
             for thread in self.threads:
                 thread.join()
-        self.link.disconnect()
 
     def _run(self) -> None:
         if self._stream is not None:
@@ -276,10 +271,7 @@ class Receiver(_End):
         return payload
 
     def _next(self) -> Received:
-        if self._received.empty():
-            with self.link.messenger.waiting_for(self.link.peer):
-                received = self._received.get()
-        else:
+        with self.link.messenger.waiting_for(self.link.peer) if self._received.empty() else NOTHING:
             received = self._received.get()
         if isinstance(received, Exception):
             raise received

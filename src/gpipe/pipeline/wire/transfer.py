@@ -86,8 +86,6 @@ class ProcessTransfer(LocalTransfer):
         for end in self._ends:
             end.end()
         join_threads(thread for end in self._ends for thread in end.threads)
-        for end in self._ends:
-            end.link.disconnect()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads."""
