@@ -64,7 +64,7 @@ class Messenger:
     def _send_text(self, text: bytes, peer: int) -> None:
         with self.waiting_for(peer):
             if (connection := self._connections.get(peer)) is not None:
-                connection.send(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+                connection.send([len(text).to_bytes(_LENGTH_BYTES, "little") + text])
             else:
                 for message in frame_text(text):
                     self.send_bytes(message, peer, CONTROL_TAG)

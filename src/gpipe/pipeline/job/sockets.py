@@ -30,27 +30,20 @@ class Connection:
     def __init__(self, connected: socket.socket, rank: int) -> None:
         self._socket, self._rank = connected, rank
 
-    def send(self, data: bytes) -> None:
-        """Send bytes; wait until the socket has room for all."""
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def send_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Send as much of some buffers as the socket has room for, without waiting; return the rest."""
+    def send(self, parts: Sequence[Any], flags: int = 0) -> Sequence[Any]:
+        """Wait until the socket has had room for some buffers or, with MSG_DONTWAIT, return those that are left."""
         try:
             while parts:
-                count = self._socket.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
+                count = self._socket.sendmsg(parts[:_MOST_PARTS], (), flags)
                 parts = _drop(parts, count)
         except BlockingIOError:
             pass
         except OSError as error:
-            raise self._lost(error) from None
+            raise LostPeer([self._rank], str(error)) from None
         return parts
 
     def receive(self, parts: Sequence[Any], flags: int = socket.MSG_WAITALL) -> Sequence[Any]:
-        """Wait until some buffers are full or, with MSG_DONTWAIT, return those that are still to fill."""
+        """Wait until some buffers are full or, with MSG_DONTWAIT, return those that are left."""
         try:
             while parts:
                 count, *_ = self._socket.recvmsg_into(parts[:_MOST_PARTS], 0, flags)
@@ -60,7 +53,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise self._lost(error) from None
+            raise LostPeer([self._rank], str(error)) from None
         return parts
 
     def cut(self) -> None:
@@ -71,9 +64,6 @@ class Connection:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
-
-    def _lost(self, error: OSError) -> LostPeer:
-        return LostPeer([self._rank], str(error))
 
 
 def _drop(parts: Sequence[Any], num_bytes: int) -> Sequence[Any]:

@@ -35,10 +35,10 @@ class LocalSender(Sender):
 
     def _deliver_at_once(self, parts: Sequence[Any]) -> None:
         if self._num_left == self._num_sent:
-            parts = self._connection.send_at_once(parts)
+            parts = self._connection.send(parts, socket.MSG_DONTWAIT)
         if parts:
             rest = b"".join(parts)  # a copy: what the payload lies in may change
-            self._send_later(lambda: self._connection.send(rest))
+            self._send_later(lambda: self._connection.send([rest]))
 
 
 class LocalReceiver(Receiver):

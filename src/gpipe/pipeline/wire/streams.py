@@ -205,7 +205,7 @@ class Sender(_End):
 
         self._send_later(send)
 
-    def _send_later(self, send: Callable[[], None]) -> None:
+    def _send_later(self, send: Callable[[], object]) -> None:
         def send_and_count() -> None:
             send()
             self._num_sent += 1
