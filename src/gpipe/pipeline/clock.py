@@ -27,7 +27,9 @@ class Clock:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._offset = _seconds_to_epoch()
+        # What turns a reading of the performance counter into seconds since the epoch. If the process is interrupted
+        # between the two readings, it is too small, and tasks would seem to run before those that they waited for.
+        self._offset = max(time.time() - time.perf_counter() for _ in range(16))
         self._host: list[tuple[Task, float, float]] = []
         self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
         self._origins = {
@@ -72,12 +74,3 @@ def gather_timeline(clock: Clock, job: Job, num_devices: int, placement: tuple[i
     origin = min(row[3] for row in rows)
     moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
     return Timeline.from_json(moved, num_devices, placement)
-
-
-def _seconds_to_epoch() -> float:
-    """Return what turns a reading of the performance counter into seconds since the epoch.
-
-    If a process is interrupted between the two readings, the difference is too small, and its tasks would seem to run
-    before those that they waited for. So the largest of several differences is right.
-    """
-    return max(time.time() - time.perf_counter() for _ in range(16))
