@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -21,10 +20,12 @@ _HOST = torch.device("cpu")  # whatever the user's default device is
 _ALIGNMENT = 64  # bytes, as in torch's own allocations, so that kernels compute the same on received tensors
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 _ZEROS = bytes(2 * _ALIGNMENT)
-_NONE_SHARED = itertools.repeat(False)
 
-_Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int]
-"""Of a tensor: its type, shape and strides, whether it needs a gradient, and `TensorLayout`'s `shared` and `offset`."""
+_Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""Of a tensor: its type, shape and strides, and `TensorLayout`'s `offset`."""
+
+_Key: TypeAlias = tuple[tuple[_Spec, ...], Structure, tuple[bool, ...], tuple[bool, ...], MiniBatch]
+"""Of a payload: the specs of its tensors; its `structure`, `differentiable` and `shared`; and its mini-batch."""
 
 
 class TensorLayout(NamedTuple):
@@ -37,8 +38,6 @@ class TensorLayout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    differentiable: bool = False
-    shared: bool = False
     offset: int = 0
 
     @property
@@ -81,27 +80,22 @@ class TensorLayout(NamedTuple):
 class MessageFormat:
     """What two neighbours must agree on to exchange only a payload's bytes."""
 
-    structure: Structure  # how the tensors are nested
     layouts: tuple[TensorLayout, ...]  # one per tensor
+    structure: Structure  # how the tensors are nested
+    differentiable: list[bool]
+    shared: list[bool]
     batch: MiniBatch  # that the payload belongs to
-    specs: tuple[_Spec, ...] = ()  # from which the sender made the layouts
+    key: _Key | None = None  # from which the sender made it
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
-        """Return the format in which a payload travels: the predicted object, if the payload has its specs."""
-        specs = tuple(
-            [
-                (t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
-                for t, differentiable, shared in zip(
-                    payload.tensors, payload.differentiable, payload.shared or _NONE_SHARED, strict=False
-                )
-            ]
-        )
-        # Comparing takes half as long as a look-up by hash.
-        if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
+        """Return the format in which a payload travels: the predicted object, if the payload has its key."""
+        specs = [(t.dtype, t.shape, t.stride(), t.data_ptr() % _ALIGNMENT // t.itemsize) for t in payload.tensors]
+        key = tuple(specs), payload.structure, tuple(payload.differentiable), tuple(payload.shared), batch
+        if key == predicted.key:  # takes half as long as a look-up by hash
             return predicted
         _refuse_without_memory(payload)
-        return _make_format(payload.structure, specs, batch)
+        return _make_format(key)
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -117,12 +111,6 @@ class MessageFormat:
             buffers.append((gap, layout, layout.num_elements, ctypes.c_char * layout.num_bytes))
             end += gap + layout.num_bytes
         return buffers
-
-    @functools.cached_property
-    def _marks(self) -> tuple[list[bool], list[bool]]:
-        """Which tensors need a gradient; which share memory, empty if none do."""
-        shared = [layout.shared for layout in self.layouts]
-        return [layout.differentiable for layout in self.layouts], shared if any(shared) else []
 
     def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
         """Return a message as buffers, in order; a tensor that is stored as it travels is not copied."""
@@ -162,26 +150,22 @@ class MessageFormat:
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors from the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
-        return Payload(tensors, self.structure, *self._marks)
+        return Payload(tensors, self.structure, self.differentiable, self.shared)
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
-        return json.dumps([self.structure, self.layouts, self.batch], default=str, separators=(",", ":")).encode()
+        parts = self.layouts, self.structure, self.differentiable, self.shared, self.batch
+        return json.dumps(parts, default=str, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> MessageFormat:
         """Read what `to_json` wrote."""
-        structure, layouts, batch = json.loads(text)
-        return cls(
-            read_structure(structure),
-            tuple(
-                TensorLayout(
-                    getattr(torch, dtype.removeprefix("torch.")), tuple(shape), strides and tuple(strides), *rest
-                )
-                for dtype, shape, strides, *rest in layouts
-            ),
-            MiniBatch(*batch),
-        )
+        rows, structure, differentiable, shared, batch = json.loads(text)
+        layouts = [
+            TensorLayout(getattr(torch, dtype.removeprefix("torch.")), tuple(shape), strides and tuple(strides), offset)
+            for dtype, shape, strides, offset in rows
+        ]
+        return cls(tuple(layouts), read_structure(structure), differentiable, shared, MiniBatch(*batch))
 
 
 def _refuse_without_memory(payload: Payload) -> None:
@@ -225,12 +209,12 @@ def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
 
 # Packing a payload may hold up all stages after this one, so known formats are cached.
 @functools.lru_cache(maxsize=1024)
-def _make_format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
-    layouts = tuple(
-        TensorLayout(dtype, shape, _find_strides(shape, strides), differentiable, shared, offset)
-        for dtype, shape, strides, differentiable, shared, offset in specs
-    )
-    return MessageFormat(structure, layouts, batch, specs)
+def _make_format(key: _Key) -> MessageFormat:
+    specs, structure, differentiable, shared, batch = key
+    layouts = [
+        TensorLayout(dtype, shape, _find_strides(shape, strides), offset) for dtype, shape, strides, offset in specs
+    ]
+    return MessageFormat(tuple(layouts), structure, list(differentiable), list(shared), batch, key)
 
 
 def _find_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -253,5 +237,5 @@ def read_structure(value: Any) -> Structure:
     return kind, tuple(read_structure(child) for child in children)
 
 
-EMPTY = MessageFormat(None, (), MiniBatch(0, 0))
+EMPTY = MessageFormat((), None, [], [], MiniBatch(0, 0))
 """The format of a stream before its first message."""
