@@ -40,9 +40,9 @@ class Job:
 
     def __init__(self, devices: Mapping[int, torch.device], timeout_seconds: float) -> None:
         self.devices = dict(devices)
-        self._stage = next(iter(devices)) if len(devices) == 1 else None  # for errors
         self.activity = Activity()
-        self.device_work = DeviceWork(self.activity, timeout_seconds, self._stage)
+        stage = next(iter(devices)) if len(devices) == 1 else None
+        self.device_work = DeviceWork(self.activity, timeout_seconds, stage)
         self._timeout = timedelta(seconds=timeout_seconds)
         self.transfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()

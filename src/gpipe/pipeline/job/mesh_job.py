@@ -154,7 +154,7 @@ class MeshJob(Job):
             what = f"{type(error).__name__}: {error}"
             # After many lines, such as the traceback of a process that loads data, a place above them is overlooked.
             text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
-            stated = PipelineError(text, stage=self._stage)
+            stated = PipelineError(text, stage=self.device_work.stage)
         self._failure = str(stated)
         self._watch.report(stated)
         self._watch.retire()
