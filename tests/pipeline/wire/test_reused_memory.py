@@ -50,7 +50,7 @@ def count_left(rank: int) -> int:
     most = 0
     for _ in range(10):
         pipeline.evaluate(torch.zeros(2, 2**19))
-        most = max(most, *(sender._num_left - sender._num_sent for sender in senders))
+        most = max(most, *(sender._num_left - sender._num_done for sender in senders))
     pipeline.close()
     return most
 

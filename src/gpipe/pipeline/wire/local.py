@@ -34,11 +34,11 @@ class LocalSender(Sender):
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
 
     def _deliver_at_once(self, parts: Sequence[Any]) -> None:
-        if self._num_left == self._num_sent:
+        if self._num_left == self._num_done:
             parts = self._connection.send(parts, socket.MSG_DONTWAIT)
         if parts:
             rest = b"".join(parts)  # a copy: what the payload lies in may change
-            self._send_later(lambda: self._connection.send([rest]))
+            self._leave(lambda: self._connection.send([rest]))
 
 
 class LocalReceiver(Receiver):

@@ -111,15 +111,17 @@ class _End(ABC):
         self.link = link
         self._formats = Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._num_left, self._num_done = 0, 0  # pieces of work left to the thread, and how many of them are done
         self._name = f"gpipe-{name}-{link.peer}"
         self.threads: list[threading.Thread] = []
 
-    def _leave(self, work: Callable[[], None]) -> None:
+    def _leave(self, work: Callable[[], object]) -> None:
         """Leave a piece of work to the thread."""
         if not self.threads:
             self.threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
             self.threads[0].start()
+        self._num_left += 1
         self._work.put(work)
 
     def end(self) -> None:
@@ -139,6 +141,7 @@ class _End(ABC):
         try:
             while (work := self._work.get()) is not None:
                 work()
+                self._num_done += 1
                 del work  # and the payload in it, before waiting for more
         except Exception as error:  # noqa: BLE001 - it would be lost in this thread
             self._note(error)
@@ -155,14 +158,13 @@ class Sender(_End):
 
     def __init__(self, link: Link) -> None:
         self._error: Exception | None = None
-        self._num_left, self._num_sent = 0, 0  # pieces of work left to the thread, and how many of them are done
         super().__init__(link, "sends-to")
 
     def start(self, *, training: bool) -> None:
         """Begin a step; before an evaluation, wait until all is sent: it gets no answers, and could fill the memory."""
-        if not training and self._num_left > self._num_sent:
+        if not training and self._num_left > self._num_done:
             with self.link.messenger.waiting_for(self.link.peer):
-                while self._num_left > self._num_sent and self._error is None:
+                while self._num_left > self._num_done and self._error is None:
                     time.sleep(_LOOK_SECONDS)
         self._formats.start(training=training)
 
@@ -182,7 +184,7 @@ class Sender(_End):
         self._formats.advance(found)
 
     def _announce(self, found: MessageFormat, predicted: MessageFormat) -> None:
-        self._send_later(lambda: self._deliver(*frame_text(found.to_json())))
+        self._leave(lambda: self._deliver(*frame_text(found.to_json())))
 
     def _send(self, found: MessageFormat, payload: Payload) -> None:
         """Send a payload in a format that the receiver expects now."""
@@ -190,7 +192,7 @@ class Sender(_End):
         content = [prefix] if self.link.nccl is not None else found.lay_out(prefix, payload)
         message = torch.frombuffer(bytearray().join(content), dtype=torch.uint8)  # a copy: the payload may change
         if self.link.nccl is None:
-            self._send_later(lambda: self._deliver(message))
+            self._leave(lambda: self._deliver(message))
             return
         parts = [flatten(*one) for one in zip(payload.tensors, found.layouts, strict=True)]
         if not self._formats.training:  # an evaluation does not wait until it has arrived, and its memory may change
@@ -203,15 +205,7 @@ class Sender(_End):
             self._deliver(message)
             self._send_on_device([part for part in parts if part.numel()], delivery)
 
-        self._send_later(send)
-
-    def _send_later(self, send: Callable[[], object]) -> None:
-        def send_and_count() -> None:
-            send()
-            self._num_sent += 1
-
-        self._num_left += 1
-        self._leave(send_and_count)
+        self._leave(send)
 
     def _note(self, error: Exception) -> None:
         self._error = error
