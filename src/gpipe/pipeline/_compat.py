@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 # The base classes of all batch norms, and of all norms that wait for their first input.
 AnyBatchNorm = batchnorm._BatchNorm  # noqa: TID251
 LazyNorm = batchnorm._LazyNormBase  # noqa: TID251
+
+# Changes the time-out of a group, which is made with a short one, so that a missing process is noticed.
+set_timeout = _set_pg_timeout
 
 # One kernel for many tensors, as torch's optimisers use them.
 add_to_each = torch._foreach_add_  # noqa: TID251
@@ -114,14 +116,6 @@ def open_store() -> Store:
     store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # the stub lacks it
     number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
     return PrefixStore(f"gpipe/{number}", store)
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the time-out of an existing group, for which torch has no public function.
-
-    A group is made with a short time-out, so that a missing process is noticed, and used with a long one.
-    """
-    _set_pg_timeout(timeout, group)
 
 
 def surround_collectives(module: FSDPModule, surrounding: Callable[[], AbstractContextManager[None]]) -> None:

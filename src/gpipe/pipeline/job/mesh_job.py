@@ -246,14 +246,14 @@ def join_job(
         TypeError: `mesh` is not a DeviceMesh.
         ValueError: the devices or the mesh do not fit the number of stages.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if mesh is None:
+        return Job(choose_devices(devices, layers, len(placement)), timeout_seconds)
+    if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is {mesh!r}; give what init_device_mesh(device_type, (R, K), mesh_dim_names=('replica', 'stage')) "
             "returns, or set devices where one process plays all stages"
         )
-    if mesh is not None:
-        return MeshJob(mesh, placement, choose_device(devices, mesh), timeout_seconds)
-    return Job(choose_devices(devices, layers, len(placement)), timeout_seconds)
+    return MeshJob(mesh, placement, choose_device(devices, mesh), timeout_seconds)
 
 
 def _await_beside(make: Callable[[], list[Any]], device: torch.device, check: Callable[[], None]) -> list[Any]:

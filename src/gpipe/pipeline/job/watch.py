@@ -158,17 +158,17 @@ class Watch:
         self._groups.append((group, backend))
         net_seconds = _SECOND_NET * self._timeout_seconds
         if backend == "gloo":
-            set_timeout(group, FOREVER)
+            set_timeout(FOREVER, group)
         elif is_link:
-            set_timeout(group, timedelta(seconds=net_seconds))
+            set_timeout(timedelta(seconds=net_seconds), group)
         else:
-            set_timeout(group, timedelta(seconds=max(net_seconds, _LEAST_SECONDS)))
+            set_timeout(timedelta(seconds=max(net_seconds, _LEAST_SECONDS)), group)
             self._whole_steps.append(group)
 
     def expect_compiling(self) -> None:
         """Let a process wait for another that compiles, however long that takes."""
         for group in self._whole_steps:
-            set_timeout(group, FOREVER)
+            set_timeout(FOREVER, group)
 
     def waiting_for(self, ranks: Sequence[int]) -> _Waiting:
         """Note that this process waits for others, if any, while the body runs."""
