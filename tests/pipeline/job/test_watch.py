@@ -157,6 +157,22 @@ def test_a_cause_is_not_waited_with_once_the_store_is_given_up(
     os.kill(process.pid, signal.SIGCONT)
 
 
+def test_without_the_store_a_lost_process_may_have_lost_another(
+    server: tuple[multiprocessing.Process, dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, store = server
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("gpipe.pipeline.job.watch._EXPLANATION_SECONDS", 0.1)
+    watch = Watch(store, 0, [0], "stage 0", 600.0, DeviceWork(Activity(), 600.0, 0))
+    lost = LostPeer([1], "gone")
+    assert str(watch.explain(lost)).endswith("exited, or its host is down")
+    process.kill()
+    process.join()
+    assert "or it lost another rank, whose message then comes first" in str(watch.explain(lost))
+    watch.close()
+    watch.join()
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_end_waits_for_threads_but_not_for_a_store_that_does_not_answer(
     answers: bool, server: tuple[multiprocessing.Process, dist.TCPStore], monkeypatch: pytest.MonkeyPatch

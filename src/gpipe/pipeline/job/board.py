@@ -20,13 +20,16 @@ class Board:
     The store is in a process of one host. If that host goes down, a call fails at once. If the network to it fails, a
     call may take a quarter of an hour: other threads can see that it is pending, and abandon the store. Until then no
     other thread asks: a process that has lost a neighbour must not hang while it finds out why.
+
+    Attributes:
+        is_given_up: whether the store is gone or was abandoned, so that there are no new notes.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, Any] = {}
         self._under_way: dict[int, float] = {}  # when each thread's call began
-        self._is_given_up = False
+        self.is_given_up = False
 
     @property
     def silent_seconds(self) -> float:
@@ -36,7 +39,7 @@ class Board:
 
     def give_up(self) -> None:
         """Stop using the store."""
-        self._is_given_up = True
+        self.is_given_up = True
 
     def write(self, key: str, value: Any) -> None:
         """Write a note of JSON's types."""
@@ -45,7 +48,7 @@ class Board:
     def write_first(self, key: str, value: Any) -> None:
         """Write a note unless its key has one; wait a while for a silent store that has not been given up."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self.silent_seconds > SILENT_SECONDS and not self._is_given_up and time.monotonic() < deadline:
+        while self.silent_seconds > SILENT_SECONDS and not self.is_given_up and time.monotonic() < deadline:
             time.sleep(0.05)
         self._ask(lambda: self._store.compare_set(key, "", json.dumps(value)))
 
@@ -57,7 +60,7 @@ class Board:
         return self._known.get(key)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        if self._is_given_up or self.silent_seconds > SILENT_SECONDS:
+        if self.is_given_up or self.silent_seconds > SILENT_SECONDS:
             return None
         thread = threading.get_ident()
         self._under_way[thread] = time.monotonic()

@@ -217,6 +217,8 @@ class Watch:
             what = "has closed its pipeline; every process must make the same calls to it, and then close it"
         else:
             causes = "it was killed, ran out of memory, exited, or its host is down"
+            if self._board.is_given_up:
+                causes += "; or it lost another rank, whose message then comes first, as the job's store is gone too"
             what = f"is gone without a word{note.last_seen}: {causes}"
         return PeerFailure(f"{note.name} {what}", stage=note.stage)
 

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -82,12 +83,11 @@ class Formats:
 
     def prefix(self) -> bytes:
         """Return the prefix of the next data message."""
-        return HEADER.pack(False, 0, self.training, self.position)
+        return _make_prefix(self.training, self.position)
 
     def check_prefix(self, message: Any) -> None:
-        """Refuse a data message that is not the next one of this end's step."""
-        *_, training, position = HEADER.unpack_from(message)
-        if (training, position) != (self.training, self.position):
+        """Refuse the prefix of a data message that is not the next one of this end's step."""
+        if message != self.prefix():
             raise PipelineError(
                 "the neighbour sent a payload of another step, or of training for evaluation; every process must make "
                 "the same calls to the pipeline, in the same order"
@@ -102,6 +102,11 @@ class Formats:
         """Note the format of the message, and move to the next."""
         self._known[self.training][self.position] = found
         self.position += 1
+
+
+@cache
+def _make_prefix(training: bool, position: int) -> bytes:
+    return HEADER.pack(False, 0, training, position)
 
 
 class _End(ABC):
@@ -298,7 +303,7 @@ class Receiver(_End):
         message = self.link.messenger.receive_bytes(size, self.link.peer, self.link.tag)
         if message[0]:
             return self.link.messenger.receive_text(message, self.link.peer, self.link.tag)
-        self._formats.check_prefix(message.numpy().data)
+        self._formats.check_prefix(message[:PREFIX_BYTES].numpy().data)
         if self._stream is None:
             return format_.unpack(message), format_.batch, None
         return self._receive_on_device(format_), format_.batch, self._stream.record_event()
