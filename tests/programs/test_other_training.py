@@ -33,7 +33,7 @@ def leave(folder: Path, *overrides: str, results: dict[str, int] | None = None) 
     checkpoint = folder / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     write_manifest(
-        checkpoint, Content(position, {}, config=to_plain(run), results=results or {}).describe(num_layers=9), []
+        checkpoint, Content(position, {}, config=to_plain(run), results=results or {}).describe(num_layers=9), {}
     )
     (checkpoint.parent / "latest").write_text(f"{checkpoint.name}\n")
     (folder / "config.yaml").write_text(to_yaml(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,9 +71,6 @@ class LocalTransfer:
     def reset(self) -> None:
         """Drop everything in transit, after a step that failed."""
         self._mail.clear()
-
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the stages in other processes why nothing more will come: here there are none."""
 
     def join(self) -> None:
         """Wait for threads: here there are none."""
