@@ -93,7 +93,7 @@ def draw_input(draw: Draw, kind: type[nn.Module], dtype: torch.dtype) -> Tensor:
 def run(module: nn.Module, value: Tensor, *, with_graph: bool) -> tuple[Payload, list[Tensor]]:
     """Return the outputs of a forward whose graph keeps nothing, or of one without, and the buffers after it."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    seed_generators(1, others=False)
+    seed_generators(1, value.device if value.is_cuda else None, others=False)
     with without_saved_tensors() if with_graph else torch.no_grad():
         outputs = Payload.of(module(value))
     after = [buffer.clone() for buffer in module.buffers()]

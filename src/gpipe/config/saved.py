@@ -21,12 +21,12 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: these are not the settings of a run that this program knows.
     """
-    own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
-    if "${" in json.dumps(own):
-        raise ConfigError(
-            "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
-        )
     try:
+        own = {field.name: plain[field.name] for field in fields(RunConfig) if field.name in plain}
+        if "${" in json.dumps(own):
+            raise ConfigError(
+                "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
+            )
         run = OmegaConf.to_object(_complete(RunConfig, own))  # checks all types
     except ConfigError:
         raise

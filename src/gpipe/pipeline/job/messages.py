@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.errors import LostPeer
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.sockets import Connection, accept, offer
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
@@ -90,7 +91,7 @@ class Messenger:
 
     def receive_bytes(self, size: int, peer: int, tag: int) -> Tensor:
         """Wait for a message of at most `size` bytes."""
-        message = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
+        message = allocate_on_host(size, dtype=torch.uint8)
         with LostPeer.named([self.ranks[peer]]):
             self.group.recv([message], peer, tag).wait(FOREVER)
         return message

@@ -26,6 +26,7 @@ from gpipe.pipeline._compat import set_timeout
 from gpipe.pipeline.job.board import SILENT_SECONDS, Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.schedule import name_stages
 
@@ -426,7 +427,7 @@ class Watch:
                     # When a wait times out, Gloo closes the connections of its group; a wait for a peer that is already
                     # gone fails before it begins.
                     with suppress(RuntimeError):
-                        part = torch.empty(1, dtype=torch.uint8, device="cpu")
+                        part = allocate_on_host(1, dtype=torch.uint8)
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
         self.close()
 

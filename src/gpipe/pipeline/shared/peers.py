@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.job.watch import PROBE_TAG, Watch
 from gpipe.pipeline.shared.replicas import Replicas
@@ -97,7 +98,7 @@ class Peers(Replicas):
         try:
             for peer in range(self.count):
                 if peer != self.index and dist.get_backend(self.group) == "gloo":
-                    self.group.send([torch.empty(1, device="cpu")], peer, PROBE_TAG)
+                    self.group.send([allocate_on_host(1)], peer, PROBE_TAG)
         except RuntimeError:
             return True
         return False

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.microbatch import Payload, PayloadError, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
-_HOST = torch.device("cpu")  # whatever the user's default device is
+_HOST = torch.device("cpu")
 _ALIGNMENT = 64  # bytes, as in torch's own allocations, so that kernels compute the same on received tensors
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 _ZEROS = bytes(2 * _ALIGNMENT)
@@ -131,7 +132,7 @@ class MessageFormat:
             if gap:
                 parts.append(bytearray(gap))
             if layout.strides is None and not layout.offset:  # needs no view
-                elements.append(torch.empty(layout.shape, dtype=layout.dtype, device=_HOST))
+                elements.append(allocate_on_host(layout.shape, dtype=layout.dtype))
             else:
                 elements.append(layout.allocate(num_elements, _HOST))
             if num_elements:  # nothing is received into an empty buffer
