@@ -329,11 +329,13 @@ class TiedGradients:
                 gradient = self._copies[member].grad
                 assert gradient is not None
                 total = gradient if total is None else total.add_(gradient.to(total.device))
-            is_passed_on = len(holders) > 1 and owner != following  # to the next owner, and the whole sum to all
-            if is_passed_on and (following is None or process in (owner, following)):
+            if len(holders) == 1 or owner == following:
+                continue
+            # To the next owner, and the whole sum to all; of two processes, all are the other one.
+            target = None if following is None or len(holders) == 2 else holders.index(following)
+            if target is None or process in (owner, following):
                 if total is None:
                     total = torch.empty_like(next(self._copies[member] for member in group if member in self._copies))
-                target = None if following is None else holders.index(following)
                 self._peers[holders].broadcast(total, holders.index(owner), target)
         assert total is not None
         return total
