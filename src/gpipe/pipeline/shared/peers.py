@@ -14,7 +14,7 @@ from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.host_memory import allocate_on_host
 from gpipe.pipeline.job.messages import Messenger
-from gpipe.pipeline.job.watch import PROBE_TAG, Watch
+from gpipe.pipeline.job.watch import FOREVER, PROBE_TAG, Watch
 from gpipe.pipeline.shared.replicas import Replicas
 
 
@@ -80,10 +80,10 @@ class Peers(Replicas):
         with self.exchange(*([] if other is None else [self._ranks[other]])):
             if target is None:
                 dist.broadcast(part, group=self.group, group_src=source)
-            elif source == self.index:
-                dist.send(part, group=self.group, group_dst=target)
             else:
-                dist.recv(part, group=self.group, group_src=source)
+                move, peer = (self.group.send, target) if source == self.index else (self.group.recv, source)
+                # Gloo by itself would give up before the cause is known; with a limit, NCCL would hold up the host.
+                move([part], peer, 0).wait(*([FOREVER] if self._device.type == "cpu" else []))
         if not own.is_contiguous():
             own.copy_(part.view(own.dtype).view(own.shape))
 
