@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Required, TypedDict, TypeVar
 
@@ -13,7 +14,7 @@ from gpipe.data.randomness import make_epoch_generator
 _Batch = TypeVar("_Batch")
 
 
-class EpochPosition(Generic[_Batch]):
+class EpochPosition(ABC, Generic[_Batch]):
     """What all loaders share: the seed, the epoch, and this process's replica.
 
     A subclass sets `_num_batches`, the number of mini-batches per epoch, and its `_read` reads those of batch_numbers.
@@ -61,8 +62,9 @@ class EpochPosition(Generic[_Batch]):
             yield batch
             started = time.perf_counter()
 
+    @abstractmethod
     def _read(self) -> Iterable[_Batch]:
-        raise NotImplementedError
+        """Read the mini-batches of batch_numbers, one at a time: `__iter__` measures the wait for each."""
 
     def _batch_numbers(self) -> Sequence[int]:
         """Return the numbers of the mini-batches of the next iteration."""
