@@ -40,7 +40,7 @@ _ROOT = Path(__file__).parents[2]
 SIMULATED_GPUS = _ROOT / "tests" / "simulated_cuda" / "everywhere"
 """The folder that gives a Python simulated GPUs where PYTHONPATH names it first."""
 REMEMBERED = "GPIPE_TEST_REMEMBERED"
-"""The variable that names the folder of remembered profiles and compositions, if there is one."""
+"""The variable that names the folder of what all processes of the tests share, if there is one."""
 SANITIZER = "TORCH_CUDA_SANITIZER"
 """The variable that lets torch watch the streams of a process, if it is there while torch is imported."""
 TORCHRUN = "torch.distributed.run"
@@ -271,7 +271,6 @@ def load() -> None:
     from gpipe.config import register_schemas
     from gpipe.planning.profile import analyze_layers
     from gpipe.records import package_versions
-    from tests.support.remembered_compositions import remember_compositions
     from tests.support.remembered_profiles import remember_profiles
     from tests.support.remembered_settings import remember_settings
 
@@ -285,7 +284,6 @@ def load() -> None:
     if not (backends.cuda.is_built() or cuda.is_available()):  # else the first backward starts a thread per device
         analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
     if (folder := os.environ.get(REMEMBERED)) is not None:
-        remember_compositions(Path(folder))
         remember_profiles(Path(folder))
     gc.freeze()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
