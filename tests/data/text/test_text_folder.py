@@ -111,6 +111,9 @@ def test_train_and_val_are_read_where_they_are(root: Path, tmp_path_factory: pyt
         read(both, "train")
     with pytest.raises(DataMissing, match=r"Looked for: files that end with .txt in .*/train"):
         read(root, "train", share=None)
+    before = read(root, "train")
+    (root / "val").write_text("This file is no folder.")
+    assert read(root, "train") == before
 
 
 def test_the_tokens_are_kept_until_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

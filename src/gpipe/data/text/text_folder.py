@@ -61,7 +61,8 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
     if not root:
         raise DataMissing(_LOCATION.explain("text_folder", "the folder data.root, which is not set"))
     folder = Path(root).expanduser()
-    refuse_two_sources(share, folder / "val", "has texts")
+    if (folder / "val").is_dir():
+        refuse_two_sources(share, folder / "val", "has texts")
     for place in (find_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
         if next(_files(place), None) is None:
             raise DataMissing(_LOCATION.explain("text_folder", f"files that end with .txt in {place}"))
