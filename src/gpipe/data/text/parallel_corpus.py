@@ -88,8 +88,8 @@ class ParallelCorpus:
         self._whole: LanguagePairs | None = None
         if pairs and all(type(each) is LanguagePairs for each in pairs.values()):
             # In memory, a mini-batch is one read instead of one per language.
-            sides = zip(*((each.sources, each.targets) for each in self._pairs), strict=True)
-            self._whole = LanguagePairs(*map(Sentences.join, sides))
+            sources, targets = zip(*((each.sources, each.targets) for each in self._pairs), strict=True)
+            self._whole = LanguagePairs(Sentences.join(sources), Sentences.join(targets))
             self._pairs = [self._whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
 
     def __len__(self) -> int:
