@@ -136,9 +136,8 @@ class ParallelCorpus:
 
     def pad(self, side: str, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         """Return a side ("sources", "targets") of pairs by number, int64 [len(numbers), width], padded on the right."""
-        whole: Sentences | None = getattr(self._whole, side, None)
-        if whole is not None:
-            return whole.pad(numbers, width)
+        if self._whole is not None:
+            return np.asarray(getattr(self._whole, side).pad(numbers, width))
         batch = np.empty((len(numbers), width), np.int64)
         languages = self.language_numbers(numbers)
         for language in np.unique(languages):
