@@ -134,6 +134,14 @@ def test_a_damaged_cache_is_made_again(root: Path, size: int) -> None:
     assert cached.stat().st_size > 200
 
 
+def test_tokens_that_an_earlier_program_cut_otherwise_are_cut_again(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_folder, "_FORMAT", text_folder._FORMAT - 1)
+        patch.setattr(text_folder, "_encode", lambda *_: np.arange(99, dtype=np.int32))
+        assert read(root, "train")[0] == list(range(17))
+    assert read(root, "train")[0] == tokens_of(LINES)[:17]
+
+
 def test_without_a_lock_no_cache_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise OSError(f"{path} cannot be locked")
