@@ -1,6 +1,7 @@
 """What the program says before it trains, and instead: the plan, warnings, and errors in one message."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,15 @@ def test_each_program_refuses_a_wrong_main_file(tmp_path: Path, program: str, na
     done = run_program(TRAIN.with_name(program), "--config-name", name, folder=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(rf"error: {re.escape(said)}: correct .*, or leave .*--config-name.*\.\n", done.stderr)
+
+
+def test_a_wrong_key_in_the_file_of_plan_py_is_named(tmp_path: Path) -> None:
+    conf = shutil.copytree(TRAIN.with_name("conf"), tmp_path / "conf")
+    with (conf / "plan.yaml").open("a") as file:
+        file.write("efficency: 0.5\n")
+    done = run_program(TRAIN.with_name("plan.py"), "--config-path", str(conf), folder=tmp_path)
+    expected = "error: In 'plan': efficency: Key 'efficency' not in 'PlanConfig': correct it there.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
 @pytest.mark.parametrize("word", ["model.arguments={depth: 2}", "model.arguments.depth=2"])

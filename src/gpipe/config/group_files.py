@@ -38,7 +38,7 @@ def explain_file(error: ConfigCompositionException) -> ConfigCompositionExceptio
     if not isinstance(fault, OmegaConfBaseException):
         return error
     place, _, _ = str(error).partition(": ")
-    if place == "In 'plan'":
+    if place == "In 'plan'" and "'RunConfig'" in why(fault):  # plan.py's own are a PlanConfig
         return ConfigCompositionException(
             "--config-name is plan, the configuration of plan.py, but train.py composes the configuration train: "
             "correct the name, or leave --config-name out."

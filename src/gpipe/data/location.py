@@ -22,8 +22,8 @@ def refuse_root(name: str, root: str | Path | None) -> None:
 
 
 def refuse_two_sources(share: float | None, val: Path, what: str) -> None:
-    """Raise ValueError if there are both a share of the training data and other data for evaluation."""
-    if share is not None and val.exists():
+    """Raise ValueError if there is a share of the training data beside other data for evaluation, at `val`."""
+    if share is not None:
         raise ValueError(
             f"data.validation_share is {share:g}, but {val} {what} for evaluation: set data.validation_share=null, or "
             "rename it."

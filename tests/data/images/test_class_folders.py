@@ -201,6 +201,9 @@ def test_one_image_of_a_class_cannot_be_shared_out(own_root: Path) -> None:
 def test_own_images_need_a_split_or_a_share(own_root: Path) -> None:
     with pytest.raises(ValueError, match=r"which has no train/<class> and val/<class>: .* data.validation_share=0.1"):
         check_image_set("image_folder", own_root)
+    (own_root / "val").touch()  # a file holds no images
+    check_image_set("image_folder", own_root, validation_share=0.1)
+    (own_root / "val").unlink()
     (own_root / "val").mkdir()
     with pytest.raises(ValueError, match=r"data.validation_share is 0.1, but .*val has images for evaluation"):
         check_image_set("image_folder", own_root, validation_share=0.1)

@@ -111,6 +111,9 @@ def test_train_and_val_are_read_where_they_are(root: Path, tmp_path_factory: pyt
         read(both, "train")
     with pytest.raises(DataMissing, match=r"Looked for: files that end with .txt in .*/train"):
         read(root, "train", share=None)
+    before = read(root, "train")
+    (root / "val").write_text("This file is no folder.")
+    assert read(root, "train") == before
 
 
 def test_the_tokens_are_kept_until_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +132,14 @@ def test_a_damaged_cache_is_made_again(root: Path, size: int) -> None:
     os.truncate(cached, size)
     assert read(root, "train") == first
     assert cached.stat().st_size > 200
+
+
+def test_tokens_that_an_earlier_program_cut_otherwise_are_cut_again(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_folder, "_FORMAT", text_folder._FORMAT - 1)
+        patch.setattr(text_folder, "_encode", lambda *_: np.arange(99, dtype=np.int32))
+        assert read(root, "train")[0] == list(range(17))
+    assert read(root, "train")[0] == tokens_of(LINES)[:17]
 
 
 def test_without_a_lock_no_cache_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,12 @@ def test_special_tokens_have_no_text() -> None:
     assert TOKENIZER.pieces()[:4] == ["<s>", "<pad>", "</s>", "<unk>"]
 
 
+@pytest.mark.parametrize("number", [-1, TOKENIZER.vocabulary_size, 10**12])
+def test_an_id_without_a_piece_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=rf"^the id {number} is not one of .*\.model, expected 0 to 3999: use the tok"):
+        TOKENIZER.decode([END, number])
+
+
 def test_ids_are_those_of_fairseqs_dictionary_with_the_same_pieces(tmp_path: Path) -> None:
     TOKENIZER.write_dictionary(tmp_path / "dict.txt")
     dictionary = import_fairseq("fairseq.data").Dictionary.load(str(tmp_path / "dict.txt"))
@@ -62,6 +68,8 @@ def test_no_line_is_left_out_of_the_training(tmp_path: Path, line: str) -> None:
 def test_a_vocabulary_that_the_lines_cannot_fill_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^these lines .* 9000 tokens, more than .*, expected at most \d+: lower it"):
         Tokenizer.train(["one line"], 9000, tmp_path / "a.model")
+    with pytest.raises(ValueError, match=r"^these lines cannot make a vocabulary of 500 .* or give more text.$"):
+        Tokenizer.train([], 500, tmp_path / "a.model")
     with pytest.raises(ValueError, match=r"^these lines .* 20 tokens, fewer than .*, expected at least \d+: raise it"):
         Tokenizer.train(LINES, 20, tmp_path / "a.model")
     assert not (tmp_path / "a.model").exists()

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.data import ParallelCorpus, TranslationBatch, TranslationLoader, open_corpus, sampling_probabilities
+from gpipe.data import (
+    LanguagePairs,
+    ParallelCorpus,
+    TranslationBatch,
+    TranslationLoader,
+    open_corpus,
+    sampling_probabilities,
+)
+from gpipe.data.text.sentences import Sentences
 from gpipe.data.text.tokenizer import END, PADDING
 from gpipe.data.text.translation_loader import cut_by_tokens
 from tests.data.text.small_text import embedded_tokenizer, made_up_corpus
@@ -199,6 +207,25 @@ def test_the_global_generators_stay_as_they_are(corpus: ParallelCorpus) -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     next(iter(loader(corpus, 600)))
     assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(np.random.get_state()[1], before[1])
+
+
+def test_all_languages_in_memory_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = {"b": [[7], [8, 9], [4]], "a": [[5, 6, 4], [6]], "c": [[9, 9]]}
+    pairs = {language: LanguagePairs(*[Sentences.pack(side, 10)] * 2) for language, side in sides.items()}
+    corpus = ParallelCorpus(pairs, 10, max_pairs=2)
+    alone = [each for language in "abc" for each in corpus.pairs(language).targets]
+    pad, reads = Sentences.pad, []
+    monkeypatch.setattr(Sentences, "pad", lambda *arguments: reads.append(arguments) or pad(*arguments))
+    found = corpus.pad("targets", np.array([4, 0, 3, 1]), 5)
+    assert len(reads) == 1
+    for row, number in zip(found, (4, 0, 3, 1), strict=True):
+        assert row.tolist() == [*alone[number], *[PADDING] * (5 - len(alone[number]))]
+    assert found[:2].tolist() == [[9, 9, END, PADDING, PADDING], [5, 6, 4, END, PADDING]]
+
+
+def test_an_unknown_language_is_refused(corpus: ParallelCorpus) -> None:
+    with pytest.raises(ValueError, match=f"^unknown language 'xx': choose one of {', '.join(corpus.languages)}$"):
+        corpus.pairs("xx")
 
 
 def test_waiting_is_counted(corpus: ParallelCorpus) -> None:

@@ -25,7 +25,8 @@ def _list_classes(folder: Path) -> list[str]:
 
 def check_own_folders(root: Path, share: float | None) -> None:
     """Refuse a user's folder without two or more well-named classes, or without evaluation images from one source."""
-    refuse_two_sources(share, root / "val", "has images")
+    if (root / "val").is_dir():
+        refuse_two_sources(share, root / "val", "has images")
     if share is None and not all((root / name).is_dir() for name in ("train", "val")):
         raise ValueError(
             f"data.root is {root}, which has no train/<class> and val/<class>: sort your images into these, or set "

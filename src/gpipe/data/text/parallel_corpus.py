@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpipe.data.location import check_known
 from gpipe.data.text.sentences import Sentences
 
 TARGET_LANGUAGE = "en"
@@ -83,6 +85,12 @@ class ParallelCorpus:
             self._skipped.merge(language.skipped)
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
+        self._whole: LanguagePairs | None = None
+        if pairs and all(type(each) is LanguagePairs for each in pairs.values()):
+            # In memory, a mini-batch is one read instead of one per language.
+            sources, targets = zip(*((each.sources, each.targets) for each in self._pairs), strict=True)
+            self._whole = LanguagePairs(Sentences.join(sources), Sentences.join(targets))
+            self._pairs = [self._whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
 
     def __len__(self) -> int:
         """Return the number of pairs of all languages."""
@@ -107,6 +115,7 @@ class ParallelCorpus:
 
     def pairs(self, language: str) -> LanguagePairs:
         """Return the pairs of a language."""
+        check_known("language", language, self.languages)
         return self._pairs[self.languages.index(language)]
 
     def pair(self, language: str, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -127,6 +136,8 @@ class ParallelCorpus:
 
     def pad(self, side: str, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         """Return a side ("sources", "targets") of pairs by number, int64 [len(numbers), width], padded on the right."""
+        if self._whole is not None:
+            return np.asarray(getattr(self._whole, side).pad(numbers, width))
         batch = np.empty((len(numbers), width), np.int64)
         languages = self.language_numbers(numbers)
         for language in np.unique(languages):

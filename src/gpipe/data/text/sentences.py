@@ -52,6 +52,14 @@ class Sentences:
         tokens = np.fromiter(flat, choose_token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
         return Sentences(tokens, find_starts(lengths), lengths)
 
+    @classmethod
+    def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
+        """Copy sentences of several arrays into one."""
+        tokens = np.concatenate([part.tokens for part in parts])
+        firsts = find_starts(np.array([len(part.tokens) for part in parts]))
+        starts = np.concatenate([part.starts + first for part, first in zip(parts, firsts, strict=True)])
+        return Sentences(tokens, starts, np.concatenate([part.lengths for part in parts]))
+
 
 def choose_token_type(vocabulary_size: int) -> np.dtype[Any]:
     """Return the smallest type of two or four bytes that holds the ids of a vocabulary."""

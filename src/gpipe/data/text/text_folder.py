@@ -17,6 +17,7 @@ from gpipe.data.text.tokenizer import END, Tokenizer
 from gpipe.durable_files import locked, replacing
 
 CACHE = ".token_cache"
+_FORMAT = 2  # of the cached tokens; raise it when the same text becomes other tokens
 _FOLDERS = {"train": "train", "test": "val"}
 _LINES = 10_000  # to encode at once
 _LOCATION = Location(
@@ -61,7 +62,8 @@ def check_text_folder(root: str | Path | None, share: float | None) -> Path:
     if not root:
         raise DataMissing(_LOCATION.explain("text_folder", "the folder data.root, which is not set"))
     folder = Path(root).expanduser()
-    refuse_two_sources(share, folder / "val", "has texts")
+    if (folder / "val").is_dir():
+        refuse_two_sources(share, folder / "val", "has texts")
     for place in (find_training_folder(folder),) if share is not None else (folder / "train", folder / "val"):
         if next(_files(place), None) is None:
             raise DataMissing(_LOCATION.explain("text_folder", f"files that end with .txt in {place}"))
@@ -112,7 +114,7 @@ def _read_cached(
 ) -> NDArray[np.int32]:
     """Return the tokens of files, from the cache if it was made from the same files with the same tokenizer."""
     stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    key = sha256(repr((split, share, tokenizer.sha256, stats)).encode()).hexdigest()
+    key = sha256(repr((_FORMAT, split, share, tokenizer.sha256, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
     with ExitStack() as stack:
         is_locked = False  # in a folder without write access, or without locks, every start reads the text

@@ -80,6 +80,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids below the vocabulary's size; special ids have no text."""
+        most = self.vocabulary_size - 1
+        for number in ids:
+            if not 0 <= number <= most:
+                raise ValueError(
+                    f"the id {number} is not one of {self.path}, expected 0 to {most}: use the tokenizer that made it"
+                )
         return str(self._processor.decode([int(number) for number in ids if number >= NUM_SPECIAL]))
 
     def pieces(self) -> list[str]:
@@ -126,7 +132,7 @@ class Tokenizer:
                     unk_id=UNKNOWN,
                     input_sentence_size=0,
                     shuffle_input_sentence=False,
-                    max_sentence_length=max(_LINE_BYTES, *(len(line.encode()) for line in cleaned)),
+                    max_sentence_length=max([_LINE_BYTES, *(len(line.encode()) for line in cleaned)]),
                     num_threads=1,
                     minloglevel=2,
                 )
