@@ -23,7 +23,7 @@ from tests.pipeline.recomputed_layers import (
     build,
     train,
 )
-from tests.support.layer_zoo import LENGTH, Averages
+from tests.support.layer_zoo import LENGTH, SIZE, Averages
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -233,3 +233,34 @@ def test_a_fault_that_depends_on_what_micro_batches_left_is_found() -> None:
     found = pipeline.first_non_finite(mini_batch)
     assert found is not None and (found.layer, found.micro_batch) == (1, 2)
     assert float(layers[1].count) == 0
+
+
+class Sums(nn.Module):
+    """Adds what it returns to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.total += x.detach().sum()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(SIZE, SIZE), Sums], ids=["without buffers", "with one"])
+def test_a_module_of_torchscript_trains_as_the_one_it_was_made_of(make: Callable[[], nn.Module], mode: str) -> None:
+    plain = build(make)
+    scripted = copy.deepcopy(plain)
+    scripted[1] = nn.Sequential(torch.jit.script(scripted[1]))
+    for layers in (plain, scripted):
+        pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 3, rematerialize=mode)
+        for _ in range(2):
+            pipeline.train_step(batch())
+    for found, expected in zip(scripted.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    for found, expected in zip(scripted.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected)

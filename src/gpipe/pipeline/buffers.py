@@ -53,7 +53,8 @@ class Buffers:
         """Begin a training step with the buffers that all modules of the layers have now."""
         self._start, self._made, is_first = None, [], self._silent is None
         self._modules = {id(m): m for m in modules if (m._buffers or is_first) and not isinstance(m, MicroBatchNorm)}
-        self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
+        # By `items`: the buffers of a TorchScript module are not a dict.
+        self._places = [(owner, name) for owner, module in self._modules.items() for name, _ in module._buffers.items()]
         self.find_memory(self._modules.values())
 
     def find_memory(self, modules: Iterable[nn.Module]) -> None:
@@ -167,7 +168,8 @@ class Buffers:
         self._start = None
 
     def _current(self, places: Iterable[BufferPlace]) -> dict[BufferPlace, Tensor]:
-        found = {(owner, name): self._modules[owner]._buffers.get(name) for owner, name in places}
+        named = ((owner, name, self._modules[owner]._buffers) for owner, name in places)
+        found = {(owner, name): buffers[name] for owner, name, buffers in named if name in buffers}
         return {place: buffer for place, buffer in found.items() if buffer is not None and not is_lazy(buffer)}
 
     def _put(self, values: Mapping[BufferPlace, Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,23 @@ def test_an_error_in_a_layer_ends_all_processes_with_its_place(
         assert (event.stage, event.micro_batch, event.layer) == (culprit, 2, culprit), event
         place = f"rank {culprit}, stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
         assert event.text == place
+
+
+def count_left(rank: int, run: Callable[..., Any], *args: Any) -> int:
+    """Return how many pipelines a training leaves in memory."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(type(one) is gpipe.Pipeline for one in gc.get_objects())
+
+    before = count()
+    run(rank, *args)
+    return count() - before
+
+
+@WIRES
+def test_a_pipeline_that_failed_leaves_the_memory_of_every_process(run: Callable[..., Any], pool: ProcessPool) -> None:
+    assert pool.run(3, count_left, run, 3, 1, "forward") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("where", ["forward", "data"])

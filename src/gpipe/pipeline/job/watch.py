@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,7 +131,7 @@ class Watch:
         self._looked = time.monotonic()
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # numbers of others, and since when each is the same
         self._next_search = 0.0
-        self._failure: PipelineError | None = None
+        self._failure: dict[str, Any] | None = None  # not an error, whose traceback would hold the pipeline
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self.connections: list[Connection] = []
@@ -182,20 +182,20 @@ class Watch:
             PeerFailure: with that cause.
         """
         self.progress += 1
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise the cause of failure of another process, if there is one; for a process that only waits."""
         if self._failure is not None:
-            raise self._failure
+            raise PeerFailure(**self._failure)
 
     def report(self, error: PipelineError) -> None:
         """Note why this process stops; for the others too, unless a cause is already noted."""
-        if self._failure is None:
-            self._failure, self._failure_seen = error, time.monotonic()
         place = {"stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
-        self._board.write_first(_FAILURE, {"message": str(error), "told": True, **place})
+        failure = {"message": str(error), **place}
+        if self._failure is None:
+            self._failure, self._failure_seen = failure, time.monotonic()
+        self._board.write_first(_FAILURE, {**failure, "told": True})
 
     def report_own(self, what: str) -> None:
         """Report what went wrong in another thread than that of the tasks, and what this process is doing."""
@@ -223,11 +223,11 @@ class Watch:
             what = f"is gone without a word{note.last_seen}: {causes}"
         return PeerFailure(f"{note.name} {what}", stage=note.stage)
 
-    def _find_failure(self) -> PipelineError | None:
+    def _find_failure(self) -> PeerFailure | None:
         """Return the cause of failure that is known here, or else the one on the board."""
         if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
-            self._failure, self._failure_seen = PeerFailure(**failure), time.monotonic()
-        return self._failure
+            self._failure, self._failure_seen = failure, time.monotonic()
+        return None if self._failure is None else PeerFailure(**self._failure)
 
     @property
     def place(self) -> str:

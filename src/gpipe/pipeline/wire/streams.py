@@ -148,10 +148,11 @@ class _End(ABC):
                 work()
                 self._num_done += 1
                 del work  # and the payload in it, before waiting for more
+            return
         except Exception as error:  # noqa: BLE001 - it would be lost in this thread
             self._note(error)
-            while self._work.get() is not None:  # drop the rest
-                pass
+        while self._work.get() is not None:  # drop the rest, without the error: its traceback may hold the pipeline
+            pass
 
     @abstractmethod
     def _note(self, error: Exception) -> None:
