@@ -27,6 +27,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\.safetensors")
 _MAX_NATURAL = 2**63 - 1
 _MAX_DIMENSIONS = 64  # as in torch
 _MAX_FAULTS = 100
+_EXPECTED = {"dataclass_type": "an object", "dict_type": "an object", "tuple_type": "a list", "string_type": "text"}
 
 
 def _expect(expected: str, is_valid: Callable[[Any], object]) -> AfterValidator:
@@ -237,7 +238,7 @@ def _explain(error: ValidationError) -> str:
         return f"{'.'.join(places)} is missing"
     if kind == "unexpected_keyword_argument":
         return f"{'.'.join(places)} is unknown"
-    expected = re.sub("^(Value error,|Input should be) ", "", fault["msg"])
+    expected = _EXPECTED.get(kind) or re.sub("^(Value error,|Input should be) ", "", fault["msg"])
     if places[-1:] == ["[key]"]:
         return f"{'.'.join(places[:-2])} has the key {value}, expected {expected}"
     return f"{'.'.join(places) or 'a key'} is {value}, expected {expected}"
