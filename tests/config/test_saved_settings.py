@@ -47,8 +47,9 @@ def test_settings_that_do_nothing_come_back_of_a_run_that_had_them() -> None:
 @pytest.mark.parametrize(
     ("section", "change", "said"),
     [
-        ("model", {"colour": "red"}, "no ModelConfig has the keys"),
-        ("trainer", "none", "no TrainerConfig has the keys"),
+        ("model", {"colour": "red"}, "ModelConfig has the unknown colour)"),
+        ("trainer", {"evaluation": {"batch_size": 3}}, "EvaluationConfig lacks autocast)"),
+        ("trainer", "none", "TrainerConfig lacks "),
         ("pipeline", {"rematerialize": "sometimes"}, "Invalid value 'sometimes'"),
         ("seed", 1.5, "'1.5' of type 'float'"),
         ("init_from", ["a"], "list"),

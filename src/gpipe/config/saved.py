@@ -44,7 +44,10 @@ def _complete(base: type[Section], plain: Mapping[str, Any]) -> DictConfig:
     """Return a section as settings of the kind that has its keys, with null for each missing one that may be null."""
     kinds = [kind for kind in base.kinds() if _names(kind) - _nullable(kind) <= set(plain) <= _names(kind)]
     if not kinds:
-        raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(plain))}")
+        nearest = min(base.kinds(), key=lambda kind: len(_names(kind) ^ set(plain)))
+        faults = [f"lacks {name}" for name in sorted(_names(nearest) - _nullable(nearest) - set(plain))]
+        faults += [f"has the unknown {name}" for name in sorted(set(plain) - _names(nearest))]
+        raise TypeError(f"{base.__name__} {', '.join(faults)}")
     kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind with more settings is meant only if it has them
     hints = get_type_hints(kind)
     known = {**dict.fromkeys(_nullable(kind)), **plain}
