@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose
+from hydra._internal.config_repository import ConfigRepository
 from omegaconf import OmegaConf
 
+from tests.support import remembered_settings
 from tests.support.program_server import REMEMBERED, run_program
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +31,10 @@ def test_what_is_read_back_is_the_same(tmp_path: Path, monkeypatch: pytest.Monke
         config = compose("train", [*words, f"seed={seed}"], return_hydra_config=True)
         return OmegaConf.to_container(config, resolve=False)
 
-    monkeypatch.delenv(REMEMBERED, raising=False)
-    first, second = composed(1), composed(2)
+    with monkeypatch.context() as patch:
+        patch.delenv(REMEMBERED, raising=False)
+        patch.setattr(ConfigRepository, "load_config", remembered_settings._load)
+        first, second = composed(1), composed(2)
     monkeypatch.setenv(REMEMBERED, str(tmp_path))
     assert (composed(1), len(list(tmp_path.glob("merged-*")))) == (first, 1)
     assert (composed(2), len(list(tmp_path.glob("merged-*")))) == (second, 1)
