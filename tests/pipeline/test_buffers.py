@@ -252,10 +252,13 @@ class Sums(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [lambda: nn.Linear(SIZE, SIZE), Sums], ids=["without buffers", "with one"])
-def test_a_module_of_torchscript_trains_as_the_one_it_was_made_of(make: Callable[[], nn.Module], mode: str) -> None:
+@pytest.mark.parametrize("place", [lambda module: module, nn.Sequential], ids=["a layer", "in a layer"])
+def test_a_module_of_torchscript_trains_as_the_one_it_was_made_of(
+    make: Callable[[], nn.Module], place: Callable[[nn.Module], nn.Module], mode: str
+) -> None:
     plain = build(make)
     scripted = copy.deepcopy(plain)
-    scripted[1] = nn.Sequential(torch.jit.script(scripted[1]))
+    scripted[1] = place(torch.jit.script(scripted[1]))
     for layers in (plain, scripted):
         pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 3, rematerialize=mode)
         for _ in range(2):

@@ -136,7 +136,7 @@ def open_corpus(
         split: "train", "valid" or "test".
         root: the folder that holds the corpus; None means its usual place.
         tokenizer: what `open_tokenizer` returns.
-        languages: the languages to read; None means all.
+        languages: the languages to read, at least one; None means all.
         max_tokens: leave out longer sentences; END counts.
         max_pairs: the most pairs per language, in the train split only.
         cache: the folder for the ids of a corpus that is not kept in memory; None means token_cache in the root. The
@@ -145,8 +145,8 @@ def open_corpus(
     Raises:
         DataMissing: the corpus is missing.
         FairseqMissing: the corpus is binarised, and fairseq is not installed.
-        ValueError: a name, split or language is unknown, a language has no pairs left, a file is missing or damaged
-            (the message names it, and the line), or the cache cannot be written.
+        ValueError: a name, split or language is unknown, no language is named, a language has no pairs left, a file is
+            missing or damaged (the message names it, and the line), or the cache cannot be written.
     """
     check_known("split", split, SPLITS)
     if max_pairs is not None and max_pairs < 1:
@@ -196,6 +196,8 @@ def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | 
 def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) -> list[str]:
     if languages is None:
         return list(known)
+    if not languages:
+        raise ValueError("data.languages is empty, expected codes of languages, or null for all of the corpus's")
     for language in languages:
         if language not in known:
             some = ", ".join(known) if len(known) <= 8 else f"{', '.join(known[:8])}, ... ({len(known)} in all)"

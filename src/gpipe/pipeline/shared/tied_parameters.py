@@ -165,7 +165,7 @@ class TiedParameters:
             parameter.copy_(value)
 
     def _parameter(self, member: Member) -> Parameter:
-        return self._layers[member.layer].get_parameter(member.name)
+        return self._layers.get_parameter(f"{member.layer}.{member.name}")  # a layer of TorchScript has no such method
 
 
 def _identify(parameter: Parameter) -> Hashable:
