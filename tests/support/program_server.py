@@ -260,8 +260,10 @@ def load() -> None:
     """Load what programs load, and what they all do first: learn the settings and their grammar, describe a layer."""
     parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
     later = ("programs.automatic", "launch.terminal")  # and others that a run comes to load
-    others = ("matplotlib.figure", "matplotlib.backends.backend_agg")
-    for name in (*(f"gpipe.{part}" for part in (*parts, *later)), *others, "rich._emoji_codes", "encodings.idna"):
+    others = ("matplotlib.figure", "matplotlib.backends.backend_agg", "rich._emoji_codes", "encodings.idna")
+    of_wandb = "wandb.sdk.launch", "requests"  # which it loads when a run begins
+    gc.set_threshold(50_000, 20, 20)  # as for the tests themselves
+    for name in (*(f"gpipe.{part}" for part in (*parts, *later)), *others, *of_wandb):
         import_module(name)
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins
