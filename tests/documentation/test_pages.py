@@ -11,6 +11,7 @@ import pytest
 import torch
 from hydra import compose
 from safetensors.torch import save_file
+from torch.distributed.run import get_args_parser
 
 from docs import pictures
 from gpipe.config import to_run
@@ -87,6 +88,11 @@ def test_what_quickstart_trains_is_loaded_as_shown(tmp_path: Path, monkeypatch: 
     loaded = found["model"].state_dict()
     assert loaded.keys() == saved.keys() and len(saved) > 400
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
+
+
+def test_the_guide_to_stopping_names_the_signals_that_torchrun_forwards() -> None:
+    *names, last = get_args_parser().parse_args(["train.py"]).signals_to_handle.split(",")
+    assert f"torchrun forwards {', '.join(names)} and {last}," in (ROOT / "docs/stopping.md").read_text("utf-8")
 
 
 def test_the_readme_is_short_and_so_are_its_sentences() -> None:
