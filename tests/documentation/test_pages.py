@@ -14,7 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
 from docs import pictures
+from experiments.data.write_sentences import write_sentences
 from gpipe.config import to_run
+from gpipe.data import Tokenizer
+from gpipe.data.text.text_folder import open_text_folder
 from gpipe.programs.build import build_layers
 from tests.support.program_server import run_program
 
@@ -70,6 +73,13 @@ def test_the_example_of_a_loop_saves_and_resumes(tmp_path: Path) -> None:
 def test_the_example_of_a_timeline_draws_it(tmp_path: Path) -> None:
     assert run_code(tmp_path, find_code("docs/library.md", "timeline")) == ""
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_of_a_tokenizer_trains_one_on_a_folder_of_text(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "sentences")
+    assert re.fullmatch(r"\[\d+(, \d+)+\]\n", run_code(tmp_path, find_code("docs/own_text.md", "tokenizer")))
+    root, tokenizer = str(tmp_path / "sentences"), Tokenizer(tmp_path / "sentences" / "tokenizer.model")
+    assert len(open_text_folder(root, "test", tokenizer, 64, None)) > 100
 
 
 @pytest.mark.slow
