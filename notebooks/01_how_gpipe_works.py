@@ -134,10 +134,11 @@ draw_all_bubbles()
 draw(simulate_split_steps(4, 8))
 
 # %% [markdown]
-# The gradients are the same, to the last bit. ZB-H1 and ZB-V hold no more micro-batches than 1F1B, but also what the
-# second halves still need: in the [planned example](../reproductions/bubble/README.md) the fullest device of ZB-H1
-# needs a quarter more memory without re-materialisation. In practice the parts are not equally long, and splitting
-# itself takes time.
+# Splitting changes no bit of the gradients. Only the order in which micro-batches are added up differs: from last to
+# first in GPipe, from first to last in 1F1B, ZB-H1 and ZB-V. So between these two, gradients differ by rounding. ZB-H1
+# and ZB-V hold no more micro-batches than 1F1B, but also what the second halves still need: in the [planned
+# example](../reproductions/bubble/README.md) the fullest device of ZB-H1 needs a quarter more memory without
+# re-materialisation. In practice the parts are not equally long, and splitting itself takes time.
 #
 # ## 3. A real pipeline
 #

@@ -81,6 +81,12 @@ def test_fairseq_is_installed_beside_the_locks_and_in_one_version() -> None:
         assert re.findall(r"fairseq==([\d.]*\d)", (ROOT / file).read_text()) == [VERSION], file
 
 
+def test_the_guides_install_torchgpipe_where_they_run_it_in_the_version_of_the_lock() -> None:
+    for page in ("from_peers.md", "reproducing.md"):
+        installed = re.findall(r"^    pip install (.*)$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE)
+        assert installed == [f"torchgpipe=={dict(pins(DEVELOPMENT))['torchgpipe']}"], page
+
+
 def test_a_first_run_compiles_nothing() -> None:
     """Only translation and the tests wait for fairseq, which takes a compiler and a minute and a half."""
     rules = re.findall(r"^([.a-z/]+):([^#=\n]*)", (ROOT / "Makefile").read_text(), re.MULTILINE)

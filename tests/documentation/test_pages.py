@@ -11,9 +11,13 @@ import pytest
 import torch
 from hydra import compose
 from safetensors.torch import save_file
+from torch.distributed.run import get_args_parser
 
 from docs import pictures
+from experiments.data.write_sentences import write_sentences
 from gpipe.config import to_run
+from gpipe.data import Tokenizer
+from gpipe.data.text.text_folder import open_text_folder
 from gpipe.programs.build import build_layers
 from tests.support.program_server import run_program
 
@@ -71,6 +75,13 @@ def test_the_example_of_a_timeline_draws_it(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_example_of_a_tokenizer_trains_one_on_a_folder_of_text(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "sentences")
+    assert re.fullmatch(r"\[\d+(, \d+)+\]\n", run_code(tmp_path, find_code("docs/own_text.md", "tokenizer")))
+    root, tokenizer = str(tmp_path / "sentences"), Tokenizer(tmp_path / "sentences" / "tokenizer.model")
+    assert len(open_text_folder(root, "test", tokenizer, 64, None)) > 100
+
+
 @pytest.mark.slow
 def test_the_example_of_compiled_layers_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\n", run_code(tmp_path, find_code("docs/library.md", "compiled")))
@@ -87,6 +98,11 @@ def test_what_quickstart_trains_is_loaded_as_shown(tmp_path: Path, monkeypatch: 
     loaded = found["model"].state_dict()
     assert loaded.keys() == saved.keys() and len(saved) > 400
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
+
+
+def test_the_guide_to_stopping_names_the_signals_that_torchrun_forwards() -> None:
+    *names, last = get_args_parser().parse_args(["train.py"]).signals_to_handle.split(",")
+    assert f"torchrun forwards {', '.join(names)} and {last}," in (ROOT / "docs/stopping.md").read_text("utf-8")
 
 
 def test_the_readme_is_short_and_so_are_its_sentences() -> None:

@@ -1,12 +1,14 @@
 """The vocabulary of one's own text."""
 
 import itertools
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpipe.data import Tokenizer
-from gpipe.programs import train_tokenizer
+from gpipe.programs import bleu, train_tokenizer
 
 
 def test_it_has_the_pieces_of_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,3 +27,14 @@ def test_a_folder_without_text_is_one_message(tmp_path: Path, capsys: pytest.Cap
         train_tokenizer.main([str(tmp_path / "nothing")])
     said = capsys.readouterr().err
     assert said.startswith("error: ") and str(tmp_path / "nothing") in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("main", "defaults"), [(train_tokenizer.main, ["64000", "100000"]), (bleu.main, ["test", "4"])], ids=["it", "bleu"]
+)
+def test_the_help_names_the_defaults(
+    main: Callable[[list[str]], None], defaults: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert set(defaults) <= set(re.findall(r"default:\s+(\w+)", capsys.readouterr().out))

@@ -143,12 +143,16 @@ def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], de
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line; score and record the runs in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="run", help="a run, a checkpoint, or checkpoints/best: its folder")
-    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument(
+        "runs", nargs="+", metavar="run", help="a run's folder, a folder of runs, a checkpoint's, or checkpoints/best"
+    )
+    parser.add_argument("--split", choices=SPLITS, default="test", help="default: %(default)s")
     parser.add_argument("--languages", nargs="+", help="codes; default: all that the model was trained on")
     parser.add_argument("--limit", type=int, help="translate only this many sentences of each language, the first ones")
-    parser.add_argument("--beam", type=int, default=4, help="hypotheses per sentence")
-    parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
+    parser.add_argument("--beam", type=int, default=4, help="hypotheses per sentence; default: %(default)s")
+    parser.add_argument(
+        "--device", choices=[device.value for device in Device], default="auto", help="default: CUDA if there is a GPU"
+    )
     parser.add_argument("--record", type=Path, help="the .jsonl file to which the record is added")
     options = parser.parse_args(arguments)
     if options.limit is not None and options.limit < 1:

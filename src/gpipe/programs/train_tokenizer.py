@@ -32,9 +32,16 @@ def lines(folder: Path, max_lines: int) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write and describe the vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--vocabulary-size", type=int, default=64_000, help="tokens in all, four of them special")
-    parser.add_argument("--max-lines", type=int, default=100_000, help="pairs to read per language")
+    parser.add_argument("folder", type=Path, help="has train.<language>-en.<language> and train.<language>-en.en")
+    parser.add_argument(
+        "--vocabulary-size",
+        type=int,
+        default=64_000,
+        help="tokens in all, four of them special; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max-lines", type=int, default=100_000, help="pairs to read per language; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     with report_errors():
         folder = CORPORA["parallel_text"].find_root("parallel_text", options.folder)
