@@ -176,8 +176,7 @@ class CheckpointsConfig(Section):
     """When checkpoints are saved, and how many are kept.
 
     Attributes:
-        every_steps: save every n steps, and whenever the evaluation loss improves; null saves only at the end of
-            training.
+        every_steps: save every n steps too, besides at the end of training and whenever the evaluation loss improves.
         keep: the number of newest checkpoints to keep, besides the one with the lowest evaluation loss; null saves
             none, but still resumes from an existing one.
     """

@@ -75,7 +75,6 @@ class Totals:
         num_worse: the number of evaluations since the first set's lowest loss.
         scaler: the state of the loss scaler when the checkpoint was saved; None without a scaler.
         evaluated_step: the step of the last evaluation; None before the first.
-        least_saved_loss: the first set's lowest loss in evaluations whose step was saved; None before the first.
     """
 
     seconds: float = 0.0
@@ -90,7 +89,6 @@ class Totals:
     num_skipped_steps: int = 0
     scaler: dict[str, Any] | None = None
     evaluated_step: int | None = None
-    least_saved_loss: float | None = None
     speeds: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
 
     def resumable(self) -> dict[str, Any]:
@@ -105,6 +103,7 @@ class Totals:
         Raises:
             ValueError: the results are anything else.
         """
+        results = {name: value for name, value in results.items() if name != "least_saved_loss"}  # of older versions
         if {*results} - {"scaler"} != {*cls().resumable()}:
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
@@ -126,18 +125,10 @@ class Totals:
         if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
             self.best_top1 = top1
 
-    def note_save(self, step: int) -> bool:
-        """Note that a step is saved; return whether it was evaluated, with a lower loss than all saved steps before."""
-        loss = self.first("loss") if self.evaluated_step == step else None
-        if loss is None or (self.least_saved_loss is not None and loss >= self.least_saved_loss):
-            return False
-        self.least_saved_loss = loss
-        return True
-
     def forget_evaluations(self) -> None:
         """Drop the figures of evaluations, but not `evaluated_step`: batch norms keep the statistics of that one."""
         self.evaluation, self.best_top1 = {}, None
-        self.least_loss, self.least_saved_loss, self.num_worse = {}, None, 0
+        self.least_loss, self.num_worse = {}, 0
 
     def first(self, metric: str) -> float | None:
         """Return a metric of the first evaluation set; None if there is none."""

@@ -84,7 +84,7 @@ class Trainer:
         num_untimed_steps: the number of first steps that the summary's speed leaves out.
         checkpoint_folder: `resume` loads from it, and training saves there, at its end at least; None saves nothing.
         keep_checkpoints: the number of newest checkpoints to keep, besides the best; None saves nothing.
-        save_every_steps: save every n steps, and whenever the evaluation loss improves.
+        save_every_steps: save every n steps, besides at the end and whenever the evaluation loss improves.
         timeline_every_steps: record the timeline of every nth step after the untimed ones, and of the last step, and
             pass it to `on_timeline`.
         asked_to_stop: returns why training should stop, or None. If any process returns a reason, all stop before the
@@ -198,6 +198,10 @@ class Trainer:
     def _evaluates_at_end(self) -> bool:
         is_ever = self.evaluate_every_epochs is not None or self.evaluate_every_steps is not None
         return is_ever and bool(self.evaluation_loaders)
+
+    @property
+    def _is_best(self) -> bool:
+        return self._totals.least_loss.get("step") == self.pipeline.step
 
     @property
     def _is_saved(self) -> bool:
@@ -481,8 +485,7 @@ class Trainer:
         if evaluates:
             self._evaluate()
         # An evaluation may have ended the training.
-        is_best = self._totals.least_loss.get("step") == step
-        if self._is_done or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
+        if self._is_done or self._is_best or _is_due(step, self.save_every_steps):
             self._save()
         return evaluates
 
@@ -527,9 +530,8 @@ class Trainer:
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
 
     def _save(self) -> None:
-        is_best = self._totals.note_save(self.pipeline.step)
         if self._saves and not self._is_saved:
-            self._saver.save(self._content, is_best=is_best)
+            self._saver.save(self._content, is_best=self._is_best)
 
 
 def _is_due(count: int, every: int | None) -> bool:
