@@ -265,9 +265,7 @@ class First(nn.Module):
 def test_a_value_that_cannot_travel_is_refused_wherever_the_boundaries_are(partitions: list[int], mode: str) -> None:
     pipeline = pipeline_of(Keep(), Number(), First(), partitions=partitions, rematerialize=mode)
     stage = stage_of_layer_1(partitions)
-    message = (
-        r"layer 1 \(Number\), {}: PayloadError: the payload\[1\] is of type float \(0\.5\); .*keep it inside one layer$"
-    )
+    message = r"layer 1 \(Number\), {}: PayloadError: the payload\[1\] is of type float \(0\.5\); keep it inside one"
     for doing, run in (
         ("forward", lambda: pipeline.train_step(batch())),
         ("evaluation", lambda: pipeline.evaluate(batch()[0])),
@@ -360,18 +358,18 @@ def test_wrong_settings_are_refused_in_one_sentence(make: Callable[[], Any], mes
 
 
 ONE_ROW = torch.zeros(1, 3)
-NO_BATCH = "; every tensor needs the examples of the mini-batch, at least one, as its first dimension"
+NO_BATCH = "; every tensor needs the mini-batch's examples, at least one, as its first dimension"
 
 
 @pytest.mark.parametrize(
     ("mini_batch", "message"),
     [
-        ((torch.zeros(4, 3), torch.zeros(3)), "the mini-batch has 4 inputs and 3 targets; every process must be given"),
+        ((torch.zeros(4, 3), torch.zeros(3)), "the mini-batch has 4 inputs and 3 targets; give as many of both, and"),
         ((torch.zeros(0, 3), torch.zeros(0)), f"the inputs have the shapes (0, 3){NO_BATCH}"),
         ((torch.tensor(1.0), torch.zeros(1)), f"the inputs have the shapes (){NO_BATCH}"),
         ((ONE_ROW, torch.tensor(1.0)), f"the targets have the shapes (){NO_BATCH}"),
-        ((None, torch.zeros(1)), f"the inputs have the shapes no tensor at all{NO_BATCH}"),
-        ((ONE_ROW, None), f"the targets have the shapes no tensor at all{NO_BATCH}"),
+        ((None, torch.zeros(1)), f"the inputs have no tensor{NO_BATCH}"),
+        ((ONE_ROW, None), f"the targets have no tensor{NO_BATCH}"),
         (((ONE_ROW, torch.zeros(2)), torch.zeros(1)), f"the inputs have the shapes (1, 3), (2,){NO_BATCH}"),
         (({"x": ONE_ROW, "n": 1}, torch.zeros(1)), "inputs['n'] is of type int (1); give only tensors, None, and"),
         ((ONE_ROW, [0]), "targets[0] is of type int (0); give only tensors, None, and"),

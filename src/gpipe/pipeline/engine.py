@@ -637,8 +637,8 @@ class Pipeline(LayerExecution):
         """Refuse targets that do not fit the inputs; return the examples of each micro-batch."""
         if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:
             raise ValueError(
-                f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
-                "the same mini-batch"
+                f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; give as many of both, and "
+                "every process the same mini-batch"
             )
         refuse_history(targets, "targets")
         return microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
