@@ -347,6 +347,14 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: gpipe.Pipeline(nn.Sequential(Keep()), "cross_entropy", [1], 2),
             "loss is of type str; it must be a function of (outputs, targets)",
         ),
+        (
+            lambda: gpipe.Pipeline(nn.Sequential(Keep()), nn.MSELoss, [1], 2),
+            "loss is the class MSELoss; give an instance of it, MSELoss()",
+        ),
+        (
+            lambda: gpipe.Pipeline(nn.Sequential(Keep()), nn.MSELoss(reduction="sum"), [1], 2),
+            "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set reduction=",
+        ),
         (lambda: copy.deepcopy(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
         (lambda: pickle.dumps(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
     ],
