@@ -395,9 +395,10 @@ def test_a_wrong_mini_batch_is_refused_and_the_next_one_trains(mini_batch: Any, 
 
 def test_layers_to_evaluate_must_be_all_of_them() -> None:
     pipeline = build()
-    message = r"^the layers to evaluate are \['0'\]; give one for each of this process's layers, \['0', '1'\]$"
-    with pytest.raises(ValueError, match=message):
-        pipeline.evaluate(batch()[0], layers=nn.ModuleDict({"0": Keep()}))
+    for layers, given in ((nn.ModuleDict({"0": Keep()}), "0"), (nn.Sequential(Keep(), Keep()), "Sequential")):
+        message = f"the layers to evaluate are ['{given}']; give a ModuleDict of this process's ['0', '1']"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            pipeline.evaluate(batch()[0], layers=layers)
 
 
 def test_one_device_may_serve_every_stage() -> None:

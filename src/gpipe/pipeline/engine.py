@@ -408,10 +408,10 @@ class Pipeline(LayerExecution):
         exchanges = move_statistics or self.shards_replicas
         try:
             with self._step(), ExitStack() as stack:
-                if used.keys() != self.layers.keys():
+                given = used.keys() if isinstance(used, nn.ModuleDict) else [type(used).__name__]
+                if given != self.layers.keys():
                     raise ValueError(
-                        f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
-                        f"{list(self.layers)}"
+                        f"the layers to evaluate are {[*given]}; give a ModuleDict of this process's {[*self.layers]}"
                     )
                 norms += self.batch_norms(layers) if move_statistics else []
                 stack.enter_context(evaluation_mode([used, self._loss], norms))
