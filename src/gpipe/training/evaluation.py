@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gpipe.training.cross_entropy import choose_ranks, find_labelled, judge
 from gpipe.training.loader import Loader, iterate
 
 
+@runtime_checkable
 class Metrics(Protocol):
     """Measures the micro-batches of an evaluation set on the process that has the outputs; it has no state."""
 
