@@ -66,6 +66,11 @@ def test_items_that_are_no_pairs_are_refused_with_the_remedy(item: Any, said: st
         next(iter(loader))
 
 
+def test_a_dataset_without_a_length_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"^dataset is of type generator, which has no length: give one with a len"):
+        DatasetLoader((item for item in Numbers()), 2, 0, shuffle=True)
+
+
 def draw(items: list[tuple[dict[str, torch.Tensor], float]]) -> tuple[list[int], np.ndarray]:
     """Return the indices of the items, and what three generators draw."""
     return [int(item["index"]) for item, _ in items], np.array(

@@ -51,7 +51,8 @@ def test_random_numbers_that_no_input_enters_are_drawn_anew_each_time() -> None:
         assert torch.equal(layers(x), expected)
     with pytest.raises(
         TracingError,
-        match=r"test_recording\.py, line \d+: draws random numbers without using an input, which would be the sam",
+        match=r"test_recording\.py, line \d+: draws random numbers without using an input, which would be the same in "
+        r"every forward; use one, as torch\.rand_like\(x\) does; name the",
     ):
         gpipe.as_layers(Noise(), torch.zeros(2, 3))
 

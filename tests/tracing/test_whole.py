@@ -221,6 +221,12 @@ def test_what_no_layer_can_do_is_refused_with_its_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(("model", "found"), [(nn.ReLU, "the class ReLU"), (F.relu, "of type function")])
+def test_what_is_no_module_is_refused(model: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=f"^model is {found}; give an instance of an nn.Module$"):
+        gpipe.as_layers(model, torch.empty(2, 3))
+
+
 def test_a_compiled_model_is_refused_and_a_compiled_submodule_is_one_operation() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     plain, x = copy.deepcopy(model), torch.randn(5, 4)

@@ -172,6 +172,15 @@ def test_every_token_counts_once() -> None:
     assert metrics.compute(tokens) == pytest.approx(metrics.compute(rows), rel=1e-12)
 
 
+def test_targets_that_cross_entropy_ignores_do_not_count() -> None:
+    logits, targets = torch.randn(5, 4, 7), torch.randint(7, (5, 4))
+    logits[1, 2, 0], targets[1, 2], targets[4] = -math.inf, -100, -100
+    metrics, kept = EvaluationMetrics(), targets != -100
+    found = metrics.compute(metrics.measure(logits, targets))
+    assert found == pytest.approx(metrics.compute(metrics.measure(logits[kept], targets[kept])), rel=1e-12)
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-5)
+
+
 def test_figures_of_several_labels_are_those_of_scikit_learn() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 7, generator=generator)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpipe.checkpoint.errors import CheckpointError
@@ -420,10 +422,12 @@ def test_what_cannot_be_saved_ends_the_training_before_its_first_step(tmp_path: 
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
-    nameless = torch.optim.SGD(small_run().pipeline.layers.parameters(), lr=0.1)
+    run = small_run((2, 4))
+    nameless = torch.optim.SGD(run.pipeline.layers.parameters(), lr=0.1)
+    given = {"pipeline": run.pipeline, "ema": run.ema, "optimizer": nameless}
     with pytest.raises(TypeError, match="does not know its parameters' names: build it from"):
-        small_trainer(tmp_path, optimizer=nameless)
-    small_trainer(tmp_path, optimizer=nameless, checkpoint_folder=None).train()
+        small_trainer(tmp_path, **given)
+    small_trainer(tmp_path, **given, checkpoint_folder=None).train()
 
 
 def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,11 +446,20 @@ def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pyte
         ("learning_rate", 0.1, "learning_rate is 0.1: give a function of the number of finished steps, or None"),
         ("train_loader", DataLoader(TensorDataset(torch.ones(4, 3))), "train_loader is of type DataLoader, which"),
         ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot resume within an epoch: give"),
+        ("autocast", nullcontext(), "autocast is a context, but each step needs its own: give a function that creates"),
+        ("evaluation_autocast", torch.autocast("cpu"), "evaluation_autocast is a context, but each step needs its own"),
+        ("metrics", F.mse_loss, "metrics is of type function: give an object with the methods of"),
     ],
 )
 def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
         replace(small_trainer(tmp_path), **{name: value})
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    message = "^the optimiser has parameters that the pipeline does not train: create it from pipeline.named_parameters"
+    with pytest.raises(ValueError, match=message):
+        small_trainer(tmp_path, optimizer=torch.optim.SGD(small_run().pipeline.named_parameters()))
 
 
 @pytest.mark.parametrize("name", ["train_loader", "test"])

@@ -27,6 +27,7 @@ class DatasetLoader(EpochLoader[tuple[Any, Any]]):
         options: those of EpochOptions; `shuffle` is required.
 
     Raises:
+        TypeError: the dataset has no length.
         ValueError: a setting is wrong, or there are too few items for one mini-batch.
     """
 
@@ -40,7 +41,12 @@ class DatasetLoader(EpochLoader[tuple[Any, Any]]):
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Unpack[EpochOptions],
     ) -> None:
-        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset is of type {type(dataset).__name__}, which has no length: give one with a length and items "
+                "by index, such as a list of its items."
+            )
+        num_examples = len(dataset)
         super().__init__(num_examples, batch_size, seed, noun="example", **options)
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
 

@@ -408,10 +408,10 @@ class Pipeline(LayerExecution):
         exchanges = move_statistics or self.shards_replicas
         try:
             with self._step(), ExitStack() as stack:
-                if used.keys() != self.layers.keys():
+                given = used.keys() if isinstance(used, nn.ModuleDict) else [type(used).__name__]
+                if given != self.layers.keys():
                     raise ValueError(
-                        f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
-                        f"{list(self.layers)}"
+                        f"the layers to evaluate are {[*given]}; give a ModuleDict of this process's {[*self.layers]}"
                     )
                 norms += self.batch_norms(layers) if move_statistics else []
                 stack.enter_context(evaluation_mode([used, self._loss], norms))
@@ -637,8 +637,8 @@ class Pipeline(LayerExecution):
         """Refuse targets that do not fit the inputs; return the examples of each micro-batch."""
         if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:
             raise ValueError(
-                f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
-                "the same mini-batch"
+                f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; give as many of both, and "
+                "every process the same mini-batch"
             )
         refuse_history(targets, "targets")
         return microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)

@@ -41,7 +41,7 @@ def split_along(tensor: Tensor, dimension: int) -> Any:
         ValueError: the tensor has no such dimension.
     """
     if not -tensor.ndim <= dimension < tensor.ndim:
-        raise ValueError(f"the dimension is {dimension}, but the tensor has the shape {tuple(tensor.shape)}")
+        raise ValueError(f"dimension is {dimension}; it must be below {tensor.ndim} for shape {tuple(tensor.shape)}")
     return Examples(tensor, dimension % tensor.ndim)
 
 
@@ -203,12 +203,12 @@ def _flatten(
         return "dict", tuple(
             (k, _flatten(item, tensors, positions, f"{path}[{k!r}]", dimensions)) for k, item in value.items()
         )
-    text, kinds = repr(value), "tensors, None, and tuples, lists and dicts with string keys of them"
-    rule = f"give only {kinds}: torch.as_tensor makes a tensor of numbers and arrays"
-    if dimensions is None:
-        rule = f"between layers only {kinds} can travel: make it a tensor, or keep it inside one layer"
+    text, give = repr(value), "give only" if dimensions is not None else "keep it inside one layer, or return only"
     text = text if len(text) <= 40 else text[:37] + "..."
-    raise PayloadError(f"{path} is of type {type(value).__name__} ({text}); {rule}")
+    raise PayloadError(
+        f"{path} is of type {type(value).__name__} ({text}); {give} tensors, None, and tuples, lists and dicts with "
+        "string keys; torch.as_tensor converts numbers and arrays, tuple a NamedTuple, dict a mapping, vars a dataclass"
+    )
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
@@ -239,10 +239,10 @@ def find_batch_size(value: Any, what: str) -> int:
         if dimension is not None
     }
     if len(lengths) != 1 or 0 in lengths:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in payload.tensors) or "no tensor at all"
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in payload.tensors)
         raise ValueError(
-            f"the {what} have the shapes {shapes}; every tensor needs the examples of the mini-batch, at least one, "
-            "as its first dimension; mark others with gpipe.split_along or gpipe.replicated"
+            f"the {what} have {'the shapes ' + shapes if shapes else 'no tensor'}; every tensor needs the mini-batch's "
+            "examples, at least one, as its first dimension; mark others with gpipe.split_along or gpipe.replicated"
         )
     return lengths.pop()
 

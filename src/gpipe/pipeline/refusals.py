@@ -61,6 +61,13 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
             raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
     if not callable(loss):
         raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
+    if isinstance(loss, type):
+        raise TypeError(f"loss is the class {loss.__name__}; give an instance of it, {loss.__name__}()")
+    if type(loss).__module__ == nn.modules.loss.__name__ and getattr(loss, "reduction", None) == "sum":
+        raise ValueError(
+            "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set "
+            "reduction='mean'"
+        )
     _refuse_own_behaviour(layers)
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.requires_grad:

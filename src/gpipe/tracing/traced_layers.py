@@ -108,9 +108,12 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     Raises:
         TracingError: the model's own forward cannot be recorded, such as one that decides by values that are unknown
             before it runs; the message names the file and the line. A subclass of ValueError.
-        TypeError: `leaves` is not a collection of names and types.
+        TypeError: `model` is not a module, or `leaves` is not a collection of names and types.
         ValueError: the model has no submodule of that name or type.
     """
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise TypeError(f"model is {found}; give an instance of an nn.Module")
     if is_compiled(model):
         raise TracingError(
             f"{type(model).__name__} is compiled by torch.compile, which its layers would not be; give the uncompiled "

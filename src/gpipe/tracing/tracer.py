@@ -199,7 +199,9 @@ class Tracer(fx.Tracer):
                     again = HostGenerators()
                     place = find_line(m, lambda: forward(*args, **kwargs), lambda: again.find_drawn() is not None)
                 raise Undecided(
-                    "draws random numbers without using an input, which would be the same in every forward", place
+                    "draws random numbers without using an input, which would be the same in every forward; use one, "
+                    "as torch.rand_like(x) does",
+                    place,
                 )
         except Exception as error:
             self.note(error)

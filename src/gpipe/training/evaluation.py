@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gpipe.training.cross_entropy import choose_ranks, find_labelled, judge
 from gpipe.training.loader import Loader, iterate
 
 
+@runtime_checkable
 class Metrics(Protocol):
     """Measures the micro-batches of an evaluation set on the process that has the outputs; it has no state."""
 
@@ -36,7 +37,7 @@ class EvaluationMetrics:
 
         Args:
             logits: [..., classes]; the sums stay on their device.
-            targets: class indices [...], on any device.
+            targets: class indices [...], on any device; those of -100 do not count, as in torch's cross_entropy.
         """
         if not _are_classes(logits, targets):
             raise TypeError(
@@ -45,10 +46,11 @@ class EvaluationMetrics:
                 "metrics, or no evaluation set."
             )
         targets = targets.to(logits.device, non_blocking=True)  # a blocking copy would wait for the GPU
+        counts = targets != -100
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
-        found = judge(logits, targets, ranks=choose_ranks(logits.shape[-1]))
-        count = torch.full((), targets.numel(), dtype=torch.float64, device=logits.device)
-        return torch.stack([count, *(values.double().sum() for values in (found.losses, *found.correct))])
+        found = judge(logits, targets.where(counts, 0), ranks=choose_ranks(logits.shape[-1]))
+        counts = counts.flatten()
+        return torch.stack([v.double().where(counts, 0).sum() for v in (counts, found.losses, *found.correct)])
 
     def compute(self, sums: Tensor) -> dict[str, float]:
         """Return the mean loss, in nats, and the fractions top1 and, with 5 classes or more, top5."""

@@ -159,6 +159,7 @@ class Trainer:
         if self.checkpoint_folder is not None:
             self.checkpoint_folder = Path(self.checkpoint_folder)
             named_parameters_of(self.optimizer)  # by which its state is saved
+        self._refuse_unfit()
         self._epoch, self._batch, self._totals = 0, 0, Totals()
         self._seed = self.pipeline.seed if self.seed is None else self.seed
         self._tracker = self.tracker or Tracker(Path(), enabled=False)
@@ -167,6 +168,26 @@ class Trainer:
         self._progress = self.progress or Progress(self.num_steps, self.num_epochs, enabled=is_main)
         self._saves = self.checkpoint_folder is not None and self.keep_checkpoints is not None
         self._saver = Saver(self.checkpoint_folder or Path(), self.pipeline, keep=self.keep_checkpoints or 1)
+
+    def _refuse_unfit(self) -> None:
+        """Refuse contexts in place of functions, metrics that measure nothing, and an optimiser of other parameters."""
+        for name in ("autocast", "evaluation_autocast"):
+            if isinstance(getattr(self, name), AbstractContextManager):
+                raise TypeError(
+                    f"{name} is a context, but each step needs its own: give a function that creates one, such as "
+                    "lambda: torch.autocast('cpu')."
+                )
+        if not isinstance(self.metrics, Metrics):
+            raise TypeError(
+                f"metrics is of type {type(self.metrics).__name__}: give an object with the methods of "
+                "gpipe.training.evaluation.Metrics."
+            )
+        own = {id(parameter) for parameter in self.pipeline.parameters()}
+        if any(id(parameter) not in own for group in self.optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "the optimiser has parameters that the pipeline does not train: create it from "
+                "pipeline.named_parameters(), once the pipeline is made."
+            )
 
     @property
     def num_steps(self) -> int:
