@@ -41,7 +41,7 @@ def split_along(tensor: Tensor, dimension: int) -> Any:
         ValueError: the tensor has no such dimension.
     """
     if not -tensor.ndim <= dimension < tensor.ndim:
-        raise ValueError(f"dimension is {dimension}, but the shape {tuple(tensor.shape)} has only {tensor.ndim}, counted from 0")
+        raise ValueError(f"dimension is {dimension}, but the shape {tuple(tensor.shape)} has 0 to {tensor.ndim - 1}")
     return Examples(tensor, dimension % tensor.ndim)
 
 

@@ -58,9 +58,7 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
         "reads as false, or choose among de, fr",
         languages=["False"],  # what OmegaConf makes of it
     )
-    refused(
-        root, "data.languages is empty, expected codes of languages, or null for all of the corpus's", languages=[]
-    )
+    refused(root, "data.languages is empty, expected codes of languages, or null for all of the corpus's", languages=[])
     check_data("parallel_text", root, languages=["de"])
     with pytest.raises(ValueError, match=r"data\.languages has 'xx'"):
         check_data("parallel_text", root, languages=["xx"])
