@@ -68,6 +68,11 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
             "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set "
             "reduction='mean'"
         )
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and not functions["loss_weight"]:
+        raise ValueError(
+            "loss averages by class weights, but micro-batches are averaged by examples; give "
+            "loss_weight=lambda targets: class_weights[targets].sum()"
+        )
     _refuse_own_behaviour(layers)
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.requires_grad:
