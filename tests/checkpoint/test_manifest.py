@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import MANIFEST, Manifest, seal
+from tests.checkpoint.conftest import POSITION
 from tests.training.small_run import NUM_LAYERS, assert_equal, small_run
 
 
@@ -46,6 +47,21 @@ def test_a_missing_manifest_is_noticed(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"json is missing: the checkpoint is incomplete, choose another"):
         small_run().load(checkpoint)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.with_name("step-00000004"))
+    with pytest.raises(CheckpointError, match=r"step-00000004 has the checkpoint of step 3: rename the folder back"):
+        Manifest.read(renamed)
+
+
+def test_equal_checkpoints_have_equal_manifests(tmp_path: Path) -> None:
+    settings = {"seed": 0, "name": "small"}, {"name": "small", "seed": 0}
+    paths = [
+        small_run().save(tmp_path / str(number), POSITION, config=each) / MANIFEST
+        for number, each in enumerate(settings)
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def without_averages(manifest: dict[str, Any]) -> None:
