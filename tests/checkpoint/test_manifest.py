@@ -49,6 +49,13 @@ def test_a_missing_manifest_is_noticed(checkpoint: Path) -> None:
         small_run().load(checkpoint)
 
 
+def test_a_manifest_that_is_damaged_but_still_valid_is_noticed(checkpoint: Path) -> None:
+    text = (checkpoint / MANIFEST).read_text().replace('"seed": 0', '"seed": 1')
+    (checkpoint / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="its content does not match its SHA-256"):
+        Manifest.read(checkpoint)
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-00000004"))
     with pytest.raises(CheckpointError, match=r"step-00000004 has the checkpoint of step 3: rename the folder back"):
@@ -96,6 +103,14 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(file="weights-9.safetensors"), "not listed"),
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[-1]), "shape is -1"),
         (lambda m: m["tensors"]["weights"].update(head=m["tensors"]["weights"]["layers.3.bias"]), "'head' is not of"),
+        (
+            lambda m: m["tensors"]["weights"].update({"layers.6.bias": m["tensors"]["weights"]["layers.3.bias"]}),
+            r"layers\.6\.bias is of layer 6, but there are 6 layers",
+        ),
+        (
+            lambda m: m["tensors"]["optimizer"].update({"layers.3.bias/a/b": m["tensors"]["weights"]["layers.3.bias"]}),
+            r"'layers\.3\.bias/a/b' is not a name of optimizer",
+        ),
         (
             lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[9]),
             r"layer 3 differs .*float32\[9\] there, float32\[8\] here",
