@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import MANIFEST, Manifest, seal
+from tests.checkpoint.conftest import POSITION
 from tests.training.small_run import NUM_LAYERS, assert_equal, small_run
 
 
@@ -48,6 +49,28 @@ def test_a_missing_manifest_is_noticed(checkpoint: Path) -> None:
         small_run().load(checkpoint)
 
 
+def test_a_manifest_that_is_damaged_but_still_valid_is_noticed(checkpoint: Path) -> None:
+    text = (checkpoint / MANIFEST).read_text().replace('"seed": 0', '"seed": 1')
+    (checkpoint / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="its content does not match its SHA-256"):
+        Manifest.read(checkpoint)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.with_name("step-00000004"))
+    with pytest.raises(CheckpointError, match=r"step-00000004 has the checkpoint of step 3: rename the folder back"):
+        Manifest.read(renamed)
+
+
+def test_equal_checkpoints_have_equal_manifests(tmp_path: Path) -> None:
+    settings = {"seed": 0, "name": "small"}, {"name": "small", "seed": 0}
+    paths = [
+        small_run().save(tmp_path / str(number), POSITION, config=each) / MANIFEST
+        for number, each in enumerate(settings)
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def without_averages(manifest: dict[str, Any]) -> None:
     """Forget the averages and their files."""
     for entry in manifest["tensors"].pop("ema").values():
@@ -80,6 +103,14 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(file="weights-9.safetensors"), "not listed"),
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[-1]), "shape is -1"),
         (lambda m: m["tensors"]["weights"].update(head=m["tensors"]["weights"]["layers.3.bias"]), "'head' is not of"),
+        (
+            lambda m: m["tensors"]["weights"].update({"layers.6.bias": m["tensors"]["weights"]["layers.3.bias"]}),
+            r"layers\.6\.bias is of layer 6, but there are 6 layers",
+        ),
+        (
+            lambda m: m["tensors"]["optimizer"].update({"layers.3.bias/a/b": m["tensors"]["weights"]["layers.3.bias"]}),
+            r"'layers\.3\.bias/a/b' is not a name of optimizer",
+        ),
         (
             lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[9]),
             r"layer 3 differs .*float32\[9\] there, float32\[8\] here",

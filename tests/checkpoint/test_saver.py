@@ -2,10 +2,12 @@
 
 import re
 import resource
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.format import FileImage
 from gpipe.checkpoint.manifest import MANIFEST
 from gpipe.checkpoint.saver import Saver
-from gpipe.checkpoint.writer import Snapshot
+from gpipe.checkpoint.writer import Snapshot, Writer
 from tests.checkpoint.conftest import POSITION
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import SmallRun, assert_equal, small_run
@@ -138,6 +140,26 @@ def test_a_state_that_grew_is_saved_completely(tmp_path: Path) -> None:
     assert_equal(reader, run.tensors())
 
 
+def test_a_state_that_shrank_leaves_nothing_in_the_next_checkpoint(tmp_path: Path) -> None:
+    snapshot = Snapshot([1])
+    for weight, state in ((torch.zeros(2), {"layers.0.weight/step": torch.zeros(())}), (torch.ones(1).double(), {})):
+        snapshot.take({"weights": {"layers.0.weight": weight}, "optimizer": state})
+        snapshot.copy()
+    assert list(snapshot.write(tmp_path, lambda: True)) == ["weights-0.safetensors"]
+    found = load_file(tmp_path / "weights-0.safetensors")["layers.0.weight"]
+    assert found.dtype == torch.float64 and found.tolist() == [1.0]
+
+
+def test_tensors_of_any_width_and_order_can_be_saved(tmp_path: Path) -> None:
+    tensors = {"layers.0.a": torch.ones(3, dtype=torch.uint8), "layers.0.b": torch.full((2,), 0.5).double()}
+    snapshot = Snapshot([1])
+    snapshot.take({"weights": tensors})
+    snapshot.copy()
+    snapshot.write(tmp_path, lambda: True)
+    found = load_file(tmp_path / "weights-0.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_an_interrupted_save_is_never_taken_for_a_checkpoint(
     tmp_path: Path, trained: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +178,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, trained: Small
     (tmp_path / "checkpoints").write_text("a file in its place", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"cannot be written or read .*checkpoints.*check the disk"):
         trained.save(tmp_path / "checkpoints", POSITION)
+
+
+def test_a_folder_that_another_run_has_made_since_gets_no_checkpoint(tmp_path: Path) -> None:
+    run, folder = small_run(), tmp_path / "checkpoints"
+    saver = Saver(folder, run.pipeline)
+    path = begin(saver, run, 3)
+    saver.wait()
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match="checkpoints was removed or renamed during the run"):
+        begin(saver, run, 4)
+    assert list(folder.iterdir()) == [] and (tmp_path / "moved" / path.name).exists()
 
 
 def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
@@ -185,11 +219,23 @@ def test_an_abandoned_save_changes_nothing(tmp_path: Path, gate: Gate, monkeypat
     run = small_run()
     saver = Saver(tmp_path, run.pipeline)
     path = begin(saver, run)
+    writer = saver._writer
     saver.abandon()
     assert not path.exists() and find_latest(tmp_path) is None
+    assert writer is not None
+    writer.wait(60)
+    assert writer.status()["is_done"], "it stops though the disk has not answered"
     gate.open.set()
     rehearse(run, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_leader_that_gives_up_waits_for_no_other_process(tmp_path: Path) -> None:
+    run = small_run()
+    writer = Writer(Snapshot(run.pipeline.partitions), tmp_path, run.pipeline, lambda files: None, num_processes=2)
+    writer.give_up(60)
+    status = writer.status()
+    assert status["is_done"] and "is no longer needed" in status["error"]["text"]
 
 
 def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +251,31 @@ def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path, gate: Gate, mon
         saver.wait()
     gate.open.set()
     assert find_latest(tmp_path) is None
+
+
+def test_a_save_that_ended_long_ago_is_not_taken_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    run = small_run()
+    saver = Saver(tmp_path, run.pipeline)
+    path = begin(saver, run)
+    assert saver._writer is not None
+    saver._writer.wait(60)
+    run.pipeline.timeout_seconds = 0.0  # as if the step since had taken longer
+    saver.check([saver.status()])
+    assert saver.status() is None and find_latest(tmp_path) == path
+
+
+def test_a_copy_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Snapshot) -> None:
+        raise MemoryError("no room for copies")
+
+    monkeypatch.setattr(Snapshot, "copy", fail)
+    run = small_run()
+    run.pipeline.timeout_seconds = 10
+    saver = Saver(tmp_path, run.pipeline)
+    begin(saver, run)
+    saver.wait_until_copied()
+    with pytest.raises(CheckpointError, match=r"MemoryError: no room for copies"):
+        saver.wait()
 
 
 def test_tensors_that_share_memory_are_saved_under_each_name(tmp_path: Path) -> None:
@@ -298,6 +369,14 @@ def test_tensors_that_cannot_be_saved_fail_in_the_rehearsal(tmp_path: Path, tens
     saver = Saver(tmp_path, small_run().pipeline)
     with pytest.raises(CheckpointError, match=said):
         saver.rehearse(Content(POSITION, {"weights": {"layers.0.weight": tensor}}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_tell_its_size_passes_the_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
+    rehearse(small_run(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -80,6 +81,31 @@ def test_of_processes_that_have_no_folder_yet_the_first_one_to_fail_speaks(
         with pytest.raises(SystemExit), report_errors():
             raise ValueError(f"cause in {rank}")
     assert capsys.readouterr().err == "error: cause in 1\n"
+
+
+def test_where_no_traceback_can_be_written_the_first_process_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    for cause, shared in (("first", tmp_path), ("second", tmp_path), ("alone", folder)):  # alone, no mark can be left
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(shared / "0" / "error.json"))
+        with pytest.raises(SystemExit), report_errors(folder):
+            raise ValueError(cause)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said == ["error: first", "error: alone"]
+
+
+def test_a_full_disk_gets_no_half_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SystemExit), report_errors(tmp_path):
+            raise ValueError("cause")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.startswith("error: cause\n(the traceback could not be written: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.reliability
@@ -197,6 +223,12 @@ def test_a_file_for_which_there_is_no_room_is_named_with_the_remedy(
         raise OSError(number, os.strerror(number), "here/record.json")
     remedy = "make room there, or raise the limit, and start the same command again."
     assert capsys.readouterr().err == f"error: here/record.json cannot be written ({os.strerror(number)}): {remedy}\n"
+
+
+def test_an_error_of_the_system_that_names_no_file_is_told_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), report_errors():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert capsys.readouterr().err == "error: OSError: [Errno 28] No space left on device\n"
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

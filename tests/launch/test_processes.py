@@ -78,6 +78,7 @@ def test_cores_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -
         devices.check_devices(2, "cpu", 2, True)
     devices.check_devices(2, "cpu", None, True)
     devices.check_devices(4, "cpu", 2, False)
+    assert [devices.count_threads(None, num_processes) for num_processes in (1, 2, 3)] == [2, 1, 1]
     with pytest.raises(ValueError, match="process 2 of this host finds 0 of 1 cores left"):
         devices.pin(1, 2)
 
@@ -89,6 +90,8 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         devices.check_devices(2, "auto", None, False)
     devices.check_devices(1, "auto", None, False)
     devices.check_devices(2, "cpu", None, False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices.check_devices(2, "auto", None, False)
 
 
 def test_replicas_are_rows_of_the_mesh(tmp_path: Path) -> None:
@@ -146,6 +149,7 @@ assert not gc.isenabled()
 garbage_collection.resume()
 kept = gc.get_freeze_count()
 assert gc.isenabled() and kept > 1000
+loaded_later = [[] for _ in range(100)]
 garbage_collection.resume()
 assert gc.get_freeze_count() == kept
 """

@@ -56,6 +56,13 @@ def test_a_rendezvous_listens_where_it_is_told_to(monkeypatch) -> None:
     assert len(opened) == 2 and {str(address) for address, _ in opened} == {LOOPBACK}  # the hosts', the processes'
 
 
+def test_a_host_that_is_told_to_serve_joins_no_other_store(monkeypatch) -> None:
+    monkeypatch.setenv(SECRET, JOB_SECRET)
+    other = serve_store(LOOPBACK)
+    with pytest.raises(OSError, match="Address already in use"):
+        signed()(RendezvousParameters("gpipe", f"{LOOPBACK}:{other.port}", "job", 1, 1, LOOPBACK, is_host="1"))
+
+
 def test_no_host_meets_another_without_a_secret(monkeypatch) -> None:
     monkeypatch.setenv(SECRET, "short")
     with pytest.raises(ValueError, match="GPIPE_JOB_SECRET has 5 characters, expected 16 or more"):

@@ -6,6 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from gpipe.launch import scratch
+
 START = """
 import sys, tempfile
 from gpipe.launch.scratch import scratch_folder
@@ -43,6 +47,28 @@ def test_a_start_removes_what_killed_processes_left_and_nothing_else(tmp_path: P
     end(living)
     end(third)
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "gpipe-left").mkdir()
+    (folder / ".lock").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        scratch._remove_dead(tmp_path)
+        assert folder.exists()
+    scratch._remove_dead(tmp_path)
+    assert not folder.exists()
+
+
+def test_a_folder_that_another_process_takes_for_a_dead_ones_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, lock = [], scratch._lock
+    monkeypatch.setenv("TMPDIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_lock", lambda folder: tried.append(folder) if not tried else lock(folder))
+    own = scratch.scratch_folder.__wrapped__()
+    assert [own] != tried and own.parent == tmp_path and (own / ".lock").exists()
 
 
 def test_processes_that_it_starts_use_the_folder_too(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def run_of(*overrides: str) -> RunConfig:
 def test_a_timeline_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(_: object, path: Path) -> None:
+        path.write_text("half of it")
         raise ValueError("Key backend: 'nonsense' is not a valid value\nfor backend")
 
     if failing == "timeline.png":
@@ -99,6 +100,29 @@ def test_what_a_command_needs_to_find_its_settings_stays() -> None:
     words = ["--config-dir", "my conf", "data=cats", "pipeline.num_stages=3"]
     command = suggested(run_of(), summary_of(3, 3), *words)["without pipeline"]
     assert command.startswith("python train.py --config-dir 'my conf' data=cats pipeline.num_stages=1 ")
+
+
+def test_without_a_pipeline_one_process_has_one_stage() -> None:
+    words = [
+        "launch=process_per_stage", "++launch.num_replicas=2", "pipeline.schedule=interleaved_1f1b",
+        "pipeline.num_stages=4", "pipeline.stages_per_device=2", "pipeline.partitions=[2,2,2,3]",
+    ]  # fmt: skip
+    command = suggested(run_of(*words), summary_of(3, 3), *words)["without pipeline"]
+    run = run_of(*shlex.split(command)[2:])
+    assert (run.launch.num_processes, run.launch.num_replicas) == (1, 1)
+    assert (run.pipeline.num_stages, run.pipeline.stages_per_device, run.pipeline.partitions) == (1, 1, None)
+    assert command.count("num_replicas") == 1
+
+
+def test_the_best_checkpoint_is_exported_if_there_is_one(tmp_path: Path) -> None:
+    def suggest_export() -> str:
+        said = suggest(tmp_path, run_of("model=timm", "model.name=resnet18"), summary_of(3, 3), [])
+        return said.partition("  export ")[2].split()[4]
+
+    assert suggest_export() == str(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").touch()
+    assert suggest_export() == str(tmp_path / "checkpoints" / "best")
 
 
 def test_a_run_without_a_pipeline_or_checkpoints_suggests_neither() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hydra import compose
 
 from gpipe.config import ConfigError, RunConfig, read_yaml, to_plain, to_run, to_yaml
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
-from gpipe.programs.resume import is_unfinished, resume_folder
+from gpipe.programs.resume import clear, is_unfinished, resume_folder
 
 pytestmark = pytest.mark.usefixtures("composer")
 
@@ -49,11 +50,24 @@ def test_one_that_has_saved_something_comes_before_a_newer_one_that_has_not(tmp_
         assert folder == saved
 
 
+def test_one_that_ends_just_before_it_is_locked_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path / "1")
+
+    def hold_late(path: Path, **options: bool) -> AbstractContextManager[None]:
+        (tmp_path / "1" / "record.json").touch()
+        return hold(path, **options)
+
+    monkeypatch.setattr("gpipe.programs.resume.hold", hold_late)
+    with resume_folder(run_of(), tmp_path / "2") as folder:
+        assert folder == tmp_path / "2"
+
+
 def test_one_with_another_number_of_stages_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path / "1")  # without a checkpoint there is no state to start from
     saved = leave(tmp_path / "2")
-    for other in (saved, leave(tmp_path / "3", "seed=1")):
+    for other in (saved, leave(tmp_path / "3", "seed=1"), finished := leave(tmp_path / "3b")):
         (other / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (finished / "record.json").touch()
     with resume_folder(run_of("pipeline.num_stages=3"), tmp_path / "4") as folder:
         assert folder == tmp_path / "4"
     said = capsys.readouterr().out
@@ -142,6 +156,22 @@ def test_a_folder_that_the_user_names_is_held_by_one_run(tmp_path: Path) -> None
             resume_folder(run_of(), folder, is_dated=False),
         ):
             pass
+        (tmp_path / "other").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"], "what stays empty is removed"
+
+
+def test_a_folder_with_nothing_but_checkpoints_has_a_run_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    refused = pytest.raises(ConfigError, match=r"has a run, and trainer\.resume is never")
+    with refused, resume_folder(run_of("trainer.resume=never"), tmp_path, is_dated=False):
+        pass
+
+
+def test_a_folder_whose_settings_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [")
+    refused = pytest.raises(ConfigError, match=r"has a run of other settings \(its config\.yaml cannot be read\): set")
+    with refused, resume_folder(run_of(), tmp_path, is_dated=False):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -168,8 +198,24 @@ def test_a_folder_that_the_user_names_has_one_run(tmp_path: Path, then: list[str
 def test_a_folder_that_the_user_names_goes_on_with_the_same_settings(tmp_path: Path) -> None:
     leave(tmp_path / "newer")
     folder = leave(tmp_path / "mine")
-    with resume_folder(run_of(), folder, is_dated=False) as at:
-        assert at == folder
+    for run in (run_of(), run_of("trainer.dry_run=true", "seed=1")):  # a plan of other settings disturbs nothing
+        with resume_folder(run, folder, is_dated=False) as at:
+            assert at == folder
+
+
+def test_the_settings_leave_a_folder_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = leave(tmp_path / "job", "seed=1")
+
+    def fail_but_for_settings(path: Path, target: Path) -> None:
+        if path.name != "config.yaml":
+            raise KeyboardInterrupt
+        path.replace(target)
+
+    monkeypatch.setattr(Path, "rename", fail_but_for_settings)
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(KeyboardInterrupt):
+        clear(folder, run_of())
+    assert (folder / "config.yaml").exists(), "the next start moves the rest"
 
 
 @pytest.mark.parametrize("override", ["trainer.resume=never", "trainer.dry_run=true"])

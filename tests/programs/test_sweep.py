@@ -16,7 +16,7 @@ from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.planning.accelerator import ACCELERATORS
-from gpipe.programs.folder_lock import hold
+from gpipe.programs.folder_lock import LOCK_FILE, hold
 from gpipe.programs.jobs import (
     OUTCOME_FILE,
     SUMMARY_FILE,
@@ -118,11 +118,13 @@ def test_where_it_runs_and_what_watches_it_is_no_other_job(folder: Path) -> None
     assert len(training.resumed_from) == 1
 
 
-def test_other_settings_are_trained_anew_and_the_old_files_set_aside(folder: Path) -> None:
+@pytest.mark.parametrize("word", ["trainer.num_epochs=9", "data.root=elsewhere"])
+def test_other_settings_are_trained_anew_and_the_old_files_set_aside(folder: Path, word: str) -> None:
     run_job(folder, OVERRIDES, "digits", run_of, Training())
-    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.num_epochs=9"), Training(top1=0.5)) == 0.5
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of(word), Training(top1=0.5)) == 0.5
     (aside,) = (folder.parent / "set_aside").iterdir()
     assert json.loads((aside / RECORD_FILE).read_text())["results"]["top1"] == 0.75
+    assert not (aside / LOCK_FILE).exists(), "the folder stays locked"
     assert [job.folder for job in read_jobs(folder.parent)] == [folder]
 
 
@@ -131,8 +133,10 @@ def test_a_job_that_was_cut_short_goes_on_from_its_checkpoint(folder: Path) -> N
         run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
     assert stopped.value.code == 130, "Ctrl-C ends the whole sweep"
     assert read_jobs(folder.parent) == []
-    (folder / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "error.txt"):
+        (folder / name).touch()
     assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
+    assert not (folder / "error.txt").exists(), "it would silence the next error"
     assert (folder / "metrics.jsonl").exists() and not (folder.parent / "set_aside").exists()
 
 
@@ -200,6 +204,10 @@ def test_too_few_devices_are_no_failure_and_the_job_tells_its_settings(
     assert (large.status, large.reason) == ("not run", "needs 8 cores, 2 are here")
     assert large.config is not None and large.config["pipeline"]["num_stages"] == 8
     assert "not run: pipeline.num_stages=8: needs 8 cores, 2 are here" in capsys.readouterr().out
+    for words, num_cores in ((["trainer.dry_run=true"], 2), ([], 8), ([], 2)):  # at last it is done already
+        monkeypatch.setattr(devices, "own_cores", lambda: range(num_cores))  # noqa: B023
+        open_run = lambda: run_of(*pinned, "pipeline.num_stages=8", *words)  # noqa: B023, E731
+        assert run_job(jobs[8], ["pipeline.num_stages=8"], "digits", open_run, Training()) == 0.75
 
 
 def test_the_table_of_speeds_has_the_figures_that_there_are_and_a_narrow_terminal_the_first_of_them(
@@ -237,6 +245,16 @@ def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.Ca
     assert outcome.status == "failed" and str(outcome.reason).startswith("trainer.batch_size is 0")
     said = capsys.readouterr()
     assert said.out.startswith("\njob: ") and "error: trainer.batch_size is 0" in said.err
+
+
+def test_no_secret_stands_in_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "not to be told")
+
+    def check() -> RunConfig:
+        raise ValueError("a library repeats not to be told")
+
+    assert run_job(folder, OVERRIDES, "digits", check, Training()) == -math.inf
+    assert outcome_in(folder).reason == "a library repeats <SOME_API_KEY>"
 
 
 def test_the_name_of_a_file_that_is_not_utf8_stands_in_the_reason(folder: Path) -> None:

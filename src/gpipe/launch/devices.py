@@ -23,7 +23,7 @@ def check_devices(num_processes: int, device: str, num_threads: int | None, pin_
     if is_adopted():
         return
     if num_gpus := 0 if device == "cpu" else _num_gpus():
-        if 1 < num_processes > num_gpus:
+        if num_processes > num_gpus:
             remedy = "set launch.device=cpu, or launch.num_processes=1, which plays several stages on one GPU"
             raise DevicesMissing(num_processes, "GPUs", num_gpus, remedy)
         return

@@ -16,6 +16,7 @@ import gpipe
 from tests.pipeline.job.faults import (
     SECONDS,
     WIRES,
+    Broken,
     Event,
     Loss,
     raise_error,
@@ -102,6 +103,25 @@ def test_an_error_in_loading_data_ends_all_processes_with_the_cause(culprit: int
 def test_the_place_of_an_error_of_many_lines_comes_last(pool: ProcessPool) -> None:
     _, event = pool.run(2, train, 2, 0, "data", raise_many_lines)
     assert event.text == "Broken: on purpose,\nwhere a worker was\n(in rank 0, stage 0, between two steps)"
+
+
+def fail_twice(rank: int) -> tuple[list[str], str]:
+    """Fail beside the steps, and once more; return the notes of the first error, and what a step then says."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("stage",))
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4)), Loss(None), [1], 2, mesh=mesh, timeout_seconds=30.0)
+    first = Broken("first")
+    for error in (first, Broken("second")):
+        pipeline.job.abort(error)
+    with pytest.raises(gpipe.PipelineError) as refused:
+        pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4)))
+    pipeline.close()
+    return first.__notes__, str(refused.value)
+
+
+def test_the_first_error_of_a_process_is_the_cause_and_tells_its_place(pool: ProcessPool) -> None:
+    ((notes, said),) = pool.run(1, fail_twice)
+    assert notes == ["rank 0, stage 0, between two steps"]
+    assert said.endswith("The cause: rank 0, stage 0, between two steps: Broken: first")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "data"])
