@@ -57,7 +57,7 @@ def run_folder(folder: Path, name: str = "*") -> Path:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights and averages of a run's last checkpoint, by kind and name."""
-    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    *_, checkpoint = sorted((folder / "checkpoints").glob("step-*"))
     return {
         f"{kind}/{name}": tensor
         for kind in ("weights", "ema")
