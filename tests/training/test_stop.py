@@ -3,6 +3,7 @@
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,37 @@ def test_a_stop_while_layers_are_compiled_leaves_the_step_for_the_next_session(t
     assert resumed.resume()
     resumed.train()
     assert_same_state(whole, resumed)
+
+
+def ask_one_that_compiles(rank: int, folder: Path, asked: int) -> str:
+    """Train in a job of which one process is asked to stop once the smaller mini-batch has one graph there."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, (2, 4), mesh=mesh, tracker=tracker, num_epochs=1)
+    graphs: list[int] = []
+
+    def ask() -> str | None:
+        return "SIGTERM" if rank == asked and 3 in graphs else None
+
+    def compile_(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(trainer.pipeline.step)
+        return graph
+
+    trainer.asked_to_stop = ask
+    trainer.pipeline.compile(ask, backend=compile_)
+    error = stopped(trainer)
+    trainer.pipeline.close()
+    return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("asked", [0, 1])
+def test_the_step_that_one_process_abandons_is_left_by_all(tmp_path: Path, processes: ProcessPool, asked: int) -> None:
+    found = processes.run(2, ask_one_that_compiles, tmp_path, asked)
+    assert found == ["stopped by SIGTERM after step 3: repeat the command to resume."] * 2
+    resumed = small_trainer(tmp_path)
+    assert resumed.resume() and resumed.pipeline.step == 3
 
 
 def ask_one(rank: int, folder: Path, shape: tuple[int, int], asked: int) -> tuple[str, int]:
