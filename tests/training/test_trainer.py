@@ -3,8 +3,6 @@
 import io
 import json
 import math
-import re
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
@@ -407,12 +403,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_weights_are_not_updated(
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("name", ["num_epochs", "max_steps", "save_every_steps", "timeline_every_steps"])
-def test_counts_below_one_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        small_trainer(tmp_path, **{name: 0})
-
-
 def test_what_cannot_be_saved_ends_the_training_before_its_first_step(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, config={"optimizer": {"clip_norm": math.inf}})
     with pytest.raises(CheckpointError, match=r"settings or results of step 0 cannot be saved \(Out of range"):
@@ -438,36 +428,6 @@ def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pyte
     assert (summary.num_steps, summary.num_epochs, summary.evaluation) == (4, 1, {})
     assert {group["lr"] for group in run.optimizer.param_groups} == {0.007}
     assert "step 4/4" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("learning_rate", 0.1, "learning_rate is 0.1: give a function of the number of finished steps, or None"),
-        ("train_loader", DataLoader(TensorDataset(torch.ones(4, 3))), "train_loader is of type DataLoader, which"),
-        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot resume within an epoch: give"),
-        ("autocast", nullcontext(), "autocast is a context, but each step needs its own: give a function that creates"),
-        ("evaluation_autocast", torch.autocast("cpu"), "evaluation_autocast is a context, but each step needs its own"),
-        ("metrics", F.mse_loss, "metrics is of type function: give an object with the methods of"),
-    ],
-)
-def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, value: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
-        replace(small_trainer(tmp_path), **{name: value})
-
-
-def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    message = "^the optimiser has parameters that the pipeline does not train: create it from pipeline.named_parameters"
-    with pytest.raises(ValueError, match=message):
-        small_trainer(tmp_path, optimizer=torch.optim.SGD(small_run().pipeline.named_parameters()))
-
-
-@pytest.mark.parametrize("name", ["train_loader", "test"])
-def test_a_loader_without_mini_batches_is_refused(tmp_path: Path, name: str) -> None:
-    empty = RandomImages(0, shuffle=False)
-    loaders = {name: empty} if name == "train_loader" else {"evaluation_loaders": {name: empty}}
-    with pytest.raises(ValueError, match=f"^{name} has 0 mini-batches, expected 1 or more: check its data"):
-        small_trainer(tmp_path, **loaders)
 
 
 def test_a_folder_may_be_text(tmp_path: Path) -> None:

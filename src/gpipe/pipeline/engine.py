@@ -148,7 +148,7 @@ class Pipeline(LayerExecution):
         check_recomputation: bool = False,
         prepare_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
-        refuse_model(layers, loss, loss_weight=loss_weight, prepare_inputs=prepare_inputs)
+        refuse_model(layers, loss, loss_weight, prepare_inputs)
         check_partitions(partitions, len(layers))
         tied = TiedParameters(layers)
         check_numbers(num_microbatches, output_dimension, seed, stages_per_device, timeout_seconds)

@@ -54,9 +54,9 @@ def refuse_gradient_types(parameters: Iterable[tuple[str, Parameter]], why: str)
             )
 
 
-def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
+def refuse_model(layers: Any, loss: Any, loss_weight: Any, prepare_inputs: Any) -> None:
     """Refuse layers and a loss that a pipeline would not run or train as expected, and functions that are none."""
-    for name, function in functions.items():
+    for name, function in (("loss_weight", loss_weight), ("prepare_inputs", prepare_inputs)):
         if not (function is None or callable(function)):
             raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
     if not callable(loss):
@@ -68,7 +68,7 @@ def refuse_model(layers: Any, loss: Any, **functions: Any) -> None:
             "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set "
             "reduction='mean'"
         )
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and not functions["loss_weight"]:
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss_weight is None:
         raise ValueError(
             "loss averages by class weights, but micro-batches are averaged by examples; give "
             "loss_weight=lambda targets: class_weights[targets].sum()"

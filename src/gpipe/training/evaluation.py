@@ -13,6 +13,8 @@ from gpipe.pipeline.engine import Pipeline
 from gpipe.training.cross_entropy import choose_ranks, find_labelled, judge
 from gpipe.training.loader import Loader, iterate
 
+_IGNORED = -100  # the default of torch's cross_entropy
+
 
 @runtime_checkable
 class Metrics(Protocol):
@@ -37,7 +39,7 @@ class EvaluationMetrics:
 
         Args:
             logits: [..., classes]; the sums stay on their device.
-            targets: class indices [...], on any device; those of -100 do not count, as in torch's cross_entropy.
+            targets: class indices [...], on any device; those of -100 do not count.
         """
         if not _are_classes(logits, targets):
             raise TypeError(
@@ -46,7 +48,7 @@ class EvaluationMetrics:
                 "metrics, or no evaluation set."
             )
         targets = targets.to(logits.device, non_blocking=True)  # a blocking copy would wait for the GPU
-        counts = targets != -100
+        counts = targets != _IGNORED
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         found = judge(logits, targets.where(counts, 0), ranks=choose_ranks(logits.shape[-1]))
         counts = counts.flatten()

@@ -35,6 +35,7 @@ from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
 from gpipe.training.optimizers import named_parameters_of, set_learning_rate
 from gpipe.training.progress import Progress
+from gpipe.training.refusals import refuse_unfit
 from gpipe.training.statistics import estimate_statistics
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
@@ -134,32 +135,10 @@ class Trainer:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_epochs", "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "save_every_steps",
-            "keep_checkpoints", "timeline_every_steps", "patience", "num_statistics_batches", "max_evaluation_batches",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but it must be at least 1.")
-        if self.non_finite not in ("stop", "skip"):
-            raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
-        if self.learning_rate is not None and not callable(self.learning_rate):
-            raise TypeError(
-                f"learning_rate is {self.learning_rate!r}: give a function of the number of finished steps, or None to "
-                "leave the optimiser's as it is."
-            )
-        for name, loader in {"train_loader": self.train_loader, **self.evaluation_loaders}.items():
-            if not isinstance(loader, Loader):
-                raise TypeError(
-                    f"{name} is of type {type(loader).__name__}, which cannot resume within an epoch: give a "
-                    "gpipe.data.DatasetLoader of its data set, or what gpipe.training.loader.Loader describes."
-                )
-            if len(loader) == 0:
-                raise ValueError(f"{name} has 0 mini-batches, expected 1 or more: check its data and its batch size.")
+        refuse_unfit(self)
         if self.checkpoint_folder is not None:
             self.checkpoint_folder = Path(self.checkpoint_folder)
             named_parameters_of(self.optimizer)  # by which its state is saved
-        self._refuse_unfit()
         self._epoch, self._batch, self._totals = 0, 0, Totals()
         self._seed = self.pipeline.seed if self.seed is None else self.seed
         self._tracker = self.tracker or Tracker(Path(), enabled=False)
@@ -168,26 +147,6 @@ class Trainer:
         self._progress = self.progress or Progress(self.num_steps, self.num_epochs, enabled=is_main)
         self._saves = self.checkpoint_folder is not None and self.keep_checkpoints is not None
         self._saver = Saver(self.checkpoint_folder or Path(), self.pipeline, keep=self.keep_checkpoints or 1)
-
-    def _refuse_unfit(self) -> None:
-        """Refuse contexts in place of functions, metrics that measure nothing, and an optimiser of other parameters."""
-        for name in ("autocast", "evaluation_autocast"):
-            if isinstance(getattr(self, name), AbstractContextManager):
-                raise TypeError(
-                    f"{name} is a context, but each step needs its own: give a function that creates one, such as "
-                    "lambda: torch.autocast('cpu')."
-                )
-        if not isinstance(self.metrics, Metrics):
-            raise TypeError(
-                f"metrics is of type {type(self.metrics).__name__}: give an object with the methods of "
-                "gpipe.training.evaluation.Metrics."
-            )
-        own = {id(parameter) for parameter in self.pipeline.parameters()}
-        if any(id(parameter) not in own for group in self.optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                "the optimiser has parameters that the pipeline does not train: create it from "
-                "pipeline.named_parameters(), once the pipeline is made."
-            )
 
     @property
     def num_steps(self) -> int:
