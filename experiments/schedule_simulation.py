@@ -29,8 +29,8 @@ from experiments.processes import start
 from experiments.program import StudyProgram
 from experiments.schedule_memory import SCHEDULES
 from experiments.turns import take_turns
-from gpipe.pipeline import schedule_choice
 from gpipe.pipeline.schedule import Rematerialize, Task
+from gpipe.pipeline.schedules import choice
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.planning.task_timing import measure_task_seconds
@@ -57,7 +57,7 @@ def simulate_step(name: str, stages_per_device: int, mode: str, task_seconds: fl
     def get_seconds(task: Task) -> float:
         return layers[task.stage].seconds.of(task.kind) + speed.task_seconds
 
-    schedule = schedule_choice.SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
+    schedule = choice.SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
     message = speed.transfer_seconds(4 * SIZE)
     return simulate(schedule, get_seconds, lambda _: message).makespan_seconds
 

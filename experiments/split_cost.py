@@ -20,8 +20,8 @@ import gpipe
 from experiments.program import StudyProgram, track
 from experiments.turns import median_ratio, take_turns
 from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.layers.split_backward import run_split_backward
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.split_backward import run_split_backward
 from reproductions.bubble.schedules import SPLIT_COST
 
 NUM_FILTERS, NUM_TOKENS = 128, 64

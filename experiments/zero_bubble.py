@@ -40,7 +40,7 @@ from experiments.program import StudyProgram
 from experiments.turns import time_steps
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.planning.simulation import simulate
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import make_record

@@ -9,7 +9,7 @@ from IPython.display import SVG
 
 from gpipe.pipeline.schedule import Kind, Rematerialize
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.picture import plot
 from gpipe.planning.simulation import simulate

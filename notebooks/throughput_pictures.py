@@ -10,7 +10,7 @@ from house_style import Color, draw_legend_above
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from gpipe.pipeline.schedule import Kind, Rematerialize
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.simulation import simulate
 from gpipe.records import Record, read_records

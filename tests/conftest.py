@@ -13,7 +13,7 @@ from hydra import initialize_config_dir
 from hypothesis import settings
 
 from gpipe.config import register_schemas
-from gpipe.pipeline import split_backward
+from gpipe.pipeline.layers import split_backward
 from gpipe.training.numerics import set_numerics
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import REMEMBERED

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.pipeline import split_backward
+from gpipe.pipeline.layers import split_backward
 from gpipe.planning.accelerator import LayerSeconds
 
 FORWARD, BACKWARD = 0.004, 0.008  # seconds

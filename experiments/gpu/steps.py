@@ -8,7 +8,7 @@ TORCHGPIPE = "https://github.com/kakaobrain/torchgpipe", "v0.0.7"
 
 _CLONE = "torchgpipe"
 _PYTEST = "-m", "pytest", "-p", "no:cacheprovider", "-k"
-_STEPS, _KERNELS = "tests/simulated_cuda/test_steps.py", "tests/pipeline/test_first_forward.py"
+_STEPS, _KERNELS = "tests/simulated_cuda/test_steps.py", "tests/pipeline/layers/test_first_forward.py"
 _GRAPHS = "tests/simulated_cuda/test_cuda_graphs.py"  # not for the sanitizer, which takes a capture for the work itself
 _THREADS = "tests/simulated_cuda/test_device_threads.py"  # which need several GPUs
 # It takes what any GPU computes for work of the current one.

@@ -9,7 +9,7 @@ from experiments.peers.engines import ENGINES, Place, count_processes, explain_n
 from experiments.peers.processes import Cell, fence, make_host_group, run
 from experiments.peers.workloads import SCALES
 from experiments.turns import clock, take_turns
-from gpipe.pipeline.step_report import measure_peak_memory, reset_peak_memory
+from gpipe.pipeline.measurement.step_report import measure_peak_memory, reset_peak_memory
 
 
 def measure_seconds_in_turns(cell: Cell, rounds: int) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from experiments.peers.workloads import Workload
-from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.layers.initialization import materialize
 from gpipe.pipeline.partition import partition_ranges
 
 SEED = 0

@@ -20,7 +20,7 @@ from experiments.planned_memory.stage_accounting import ProcessorAllocator, meas
 from experiments.planned_memory.strangers import make_strangers
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.pipeline.schedule_choice import SCHEDULES, place_stages
+from gpipe.pipeline.schedules.choice import SCHEDULES, place_stages
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.fit import Fit
 from gpipe.planning.step import Setting, plan_memory, settle

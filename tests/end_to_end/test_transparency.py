@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from tests.end_to_end.transparency_case import (
     STAGES_PER_DEVICE,
     Case,

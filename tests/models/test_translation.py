@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.models import softmax_names, translation, translation_transformer
 from gpipe.models.translation_layers import TokenSoftmax
-from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.layers.initialization import materialize
 from tests.models.translation_case import PADDING, TARGETS, batch, make_model, pad
 
 

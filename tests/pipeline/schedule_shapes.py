@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, inference
-from gpipe.pipeline.schedule_choice import SCHEDULES, place_stages
+from gpipe.pipeline.schedules.choice import SCHEDULES, place_stages
 
 LETTERS = dict(zip("FRBIW", Kind, strict=True))
 STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 4), "zb_v": (2, 2)}

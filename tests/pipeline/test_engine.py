@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline import gradient_norm
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.step_end import gradient_norm
 from tests.support.calling_backward import CallingBackward
 
 MODES = ("always", "except_last", "never")

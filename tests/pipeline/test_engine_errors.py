@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, StepAbandoned
-from gpipe.pipeline.split_backward import DeferredProduct
+from gpipe.pipeline.layers.split_backward import DeferredProduct
 
 MODES = ("always", "except_last", "never")
 PARTITIONS = ([4], [1, 3], [2, 2], [1, 1, 1, 1])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.models import amoebanet_d
-from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.layers.generators import preserved_generators
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
 
 CPU = torch.device("cpu")

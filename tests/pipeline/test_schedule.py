@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialize,
@@ -24,8 +23,12 @@ from gpipe.pipeline.schedule import (
     inference,
     sequential,
 )
-from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES, place_stages
-from gpipe.pipeline.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
+from gpipe.pipeline.schedules.choice import SCHEDULES, SPLIT_SCHEDULES, place_stages
+from gpipe.pipeline.schedules.one_forward_one_backward import (
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+)
+from gpipe.pipeline.schedules.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
 from gpipe.planning.simulation import simulate
 from tests.pipeline.schedule_shapes import LETTERS, STAGES_PER_DEVICE, Shape, shapes, tasks
 

@@ -13,7 +13,7 @@ from torch import nn
 import gpipe
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.timeline import Event, Timeline
 from gpipe.planning.simulation import simulate
 

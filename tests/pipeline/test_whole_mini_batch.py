@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.one_forward_one_backward import one_forward_one_backward
 from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule, Task
+from gpipe.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
 from tests.support.process_pool import ProcessPool
 
 MODES = ("always", "except_last", "never")

@@ -9,7 +9,7 @@ import torch
 from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
 from experiments.planned_memory.small_models import SmallModel, make_image_model, make_text_model
 from experiments.planned_memory.strangers import make_strangers
-from gpipe.pipeline import split_backward
+from gpipe.pipeline.layers import split_backward
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
 from gpipe.planning.step import Setting
 

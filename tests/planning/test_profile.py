@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.layers.structure import structure
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.structure import structure
 from gpipe.planning.observed_model import Arrival, Input, WaitingGradient
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task, dependencies
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.simulation import simulate
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.planning.memory import DeviceMemory, StageMemory, StateRatios, Walk
 
 STAGES_PER_DEVICE = {"interleaved_1f1b": 3, "zb_v": 2}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
-from gpipe.pipeline import compilation
+from gpipe.pipeline.layers import compilation
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.planning.step import Plan

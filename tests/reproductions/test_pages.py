@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.pipeline.gradient_norm import global_norm
+from gpipe.pipeline.step_end.gradient_norm import global_norm
 from gpipe.programs.jobs import Outcome, read_jobs, write_outcome
 from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
 from gpipe.training.endings import explain_non_finite_evaluation

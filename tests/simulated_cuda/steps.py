@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
-from gpipe.pipeline.gradient_norm import local_part
 from gpipe.pipeline.schedule import Rematerialize, StepSchedule
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
+from gpipe.pipeline.step_end.gradient_norm import local_part
 from gpipe.training.checkpoints import wrap_optimizer
 from tests.simulated_cuda import ledger
 from tests.support.random_layers import build

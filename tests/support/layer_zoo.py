@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import gpipe
 import gpipe._compat.torchvision  # before timm
-from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.layers.generators import preserved_generators
 from gpipe.pipeline.randomness import seed_generators
 
 # isort: split

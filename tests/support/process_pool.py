@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
-from gpipe.pipeline import split_backward
+from gpipe.pipeline.layers import split_backward
 from gpipe.training.numerics import set_numerics
 from tests.support.program_server import start_function
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe.checkpoint.folder import find_best, find_latest
 from gpipe.checkpoint.saver import Saver
 from gpipe.checkpoint.writer import Snapshot
-from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
+from gpipe.pipeline.step_end.gradient_scaler import GradientScaler
 from gpipe.training.evaluation import EvaluationMetrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.tracking import METRICS_FILE, Tracker

@@ -20,7 +20,7 @@ from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_pa
 from gpipe.checkpoint.manifest import Manifest, Position, TensorEntry
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.layers.initialization import materialize
 from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."

@@ -20,27 +20,24 @@ These ten files are the engine. Read them in this order:
     randomness.py          seeds as a function of integers
     batch_norm.py          normalise each micro-batch and keep its statistics
     loss.py                the mini-batch's loss from its micro-batches
-    stage.py               forward, recomputation, backward; first read the top of entry, buffers and first_forward
+    stage.py               forward, recomputation, backward; first the top of entry, buffers, first_forward in layers/
     transfer.py            the boundary between two stages, in one process
     engine.py              Pipeline: one loop runs the tasks, to train, to evaluate and to find faults
     timeline.py            when each task ran; the bubble
 
-Look up the others when you need them.
+The folders beside them are for looking up.
 
-Several processes, and a parameter in several places:
+wire/, the boundary between processes.
+job/, the processes: agreement, failures.
+shared/, a parameter in several places: tied parameters, replicas.
 
-    wire/                  the boundary between processes
-    job/                   the processes: agreement, failures
-    shared/                tied parameters, replicas
-
-Schedules:
+schedules/, orders of tasks other than GPipe's:
 
     one_forward_one_backward.py    1F1B, interleaved or not
-    zero_bubble.py                 schedules that split backwards
-    split_backward.py              gradients of weights that wait, for those schedules
-    schedule_choice.py             a schedule by name, or a user's own, checked; the tasks of each process
+    zero_bubble.py         schedules that split backwards
+    choice.py              a schedule by name, or a user's own, checked; the tasks of each process
 
-How layers run:
+layers/, how layers run:
 
     initialization.py      memory and initial weights for layers on the meta device
     execution.py           as they are, or in one of the next three ways
@@ -48,33 +45,38 @@ How layers run:
     cuda_graphs.py         as CUDA graphs
     device_threads.py      with a launching thread per GPU
     first_forward.py       forwards that keep no graph
-    new_gradients.py       gradients that autograd leaves in one memory, separated
     entry.py               where a stage's graph begins
     buffers.py             buffers change in the forward, and not again in the recomputation
+    split_backward.py      gradients of weights that wait, for schedules that split backwards
+    new_gradients.py       gradients that autograd leaves in one memory, separated
     autocast.py            weights are converted once per step
     low_precision.py       what travels in 16 bits
     generators.py          the global random generators: restored, and watched
     evaluation_mode.py     evaluation mode for the length of a block
+    structure.py           which layers do the same work
 
-The end of a step:
+step_end/, once the last task has run:
 
-    conclusion.py          its outcome: norms, faults, notes, clipping
+    conclusion.py          a step's outcome: norms, faults, notes, clipping
     moving_statistics.py   moving averages, updated once per mini-batch
     gradient_norm.py       the norm of all gradients
     gradient_scaler.py     scaling the loss for float16
     parameter_hooks.py     users' hooks, called once per step
     outputs.py             the micro-batches' outputs, concatenated
-    step_report.py         what a step reports
 
-Checks and measurements:
+checks/:
 
     refusals.py            what the pipeline would ignore, and so refuses
     recomputation_check.py recomputed outputs compared with those of the forward
     current_layer.py       the layer now running, for messages
-    structure.py           which layers do the same work
+
+measurement/:
+
     clock.py               times tasks, on the host or on a GPU
+    step_report.py         what a step reports
     trace.py               a timeline as a file for Perfetto
-    nothing.py, _compat.py an empty context; private interfaces of torch
+
+Two files are for all: nothing.py, an empty context; _compat.py, private interfaces of torch.
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, once the gradient has
 arrived. Here recomputation is a task of its own, which runs while the gradient is awaited. `stage.py` has the other

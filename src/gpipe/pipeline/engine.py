@@ -13,27 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from gpipe.pipeline import batch_norm, moving_statistics
-from gpipe.pipeline.autocast import step_autocast_cache
-from gpipe.pipeline.buffers import find_shared_buffers
-from gpipe.pipeline.clock import Clock, gather_timeline
-from gpipe.pipeline.conclusion import Conclusion, Gradients, conclude
-from gpipe.pipeline.device_threads import DeviceThreads
-from gpipe.pipeline.evaluation_mode import evaluation_mode
-from gpipe.pipeline.execution import LayerExecution
-from gpipe.pipeline.generators import preserved_generators
-from gpipe.pipeline.gradient_scaler import GradientScaler
-from gpipe.pipeline.job.devices import Devices
-from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
-from gpipe.pipeline.job.mesh_job import join_job
-from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss, add_up
-from gpipe.pipeline.low_precision import wants_low_precision
-from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes, split
-from gpipe.pipeline.nothing import NOTHING
-from gpipe.pipeline.outputs import merge
-from gpipe.pipeline.partition import check_partitions, partition_ranges
-from gpipe.pipeline.recomputation_check import RecomputationCheck
-from gpipe.pipeline.refusals import (
+from gpipe.pipeline import batch_norm
+from gpipe.pipeline.checks.recomputation_check import RecomputationCheck
+from gpipe.pipeline.checks.refusals import (
     check_numbers,
     refuse_changed_model,
     refuse_embeddings,
@@ -47,8 +29,24 @@ from gpipe.pipeline.refusals import (
     refuse_to_shard,
     unpack_mini_batch,
 )
+from gpipe.pipeline.job.devices import Devices
+from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
+from gpipe.pipeline.job.mesh_job import join_job
+from gpipe.pipeline.layers.autocast import step_autocast_cache
+from gpipe.pipeline.layers.buffers import find_shared_buffers
+from gpipe.pipeline.layers.device_threads import DeviceThreads
+from gpipe.pipeline.layers.evaluation_mode import evaluation_mode
+from gpipe.pipeline.layers.execution import LayerExecution
+from gpipe.pipeline.layers.generators import preserved_generators
+from gpipe.pipeline.layers.low_precision import wants_low_precision
+from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss, add_up
+from gpipe.pipeline.measurement.clock import Clock, gather_timeline
+from gpipe.pipeline.measurement.step_report import StepReport, measure_peak_memory
+from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes, split
+from gpipe.pipeline.nothing import NOTHING
+from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.schedule import Kind, ScheduleFunction, Task
-from gpipe.pipeline.schedule_choice import (
+from gpipe.pipeline.schedules.choice import (
     StepPlan,
     check_rematerialization,
     choose_schedule,
@@ -58,7 +56,10 @@ from gpipe.pipeline.schedule_choice import (
 from gpipe.pipeline.shared.connection import await_averages, connect_stages
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
-from gpipe.pipeline.step_report import StepReport, measure_peak_memory
+from gpipe.pipeline.step_end import moving_statistics
+from gpipe.pipeline.step_end.conclusion import Conclusion, Gradients, conclude
+from gpipe.pipeline.step_end.gradient_scaler import GradientScaler
+from gpipe.pipeline.step_end.outputs import merge
 from gpipe.pipeline.transfer import MiniBatch
 
 RunTask = Callable[[Stage, Task, Any], Any]

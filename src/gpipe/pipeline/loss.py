@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe.pipeline.checks.refusals import check_scalars, refuse_different, refuse_leaves_of_loss, weigh
 from gpipe.pipeline.microbatch import Payload, split
-from gpipe.pipeline.refusals import check_scalars, refuse_different, refuse_leaves_of_loss, weigh
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]

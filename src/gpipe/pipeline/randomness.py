@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from gpipe.pipeline.generators import cuda_index, find_numpy_random
-from gpipe.pipeline.structure import has_own_code
+from gpipe.pipeline.layers.generators import cuda_index, find_numpy_random
+from gpipe.pipeline.layers.structure import has_own_code
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15

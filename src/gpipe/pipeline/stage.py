@@ -3,12 +3,12 @@
     boundary input --> _Entry --> layer i --> layer i+1 --> ... --> boundary output, or the loss
     its gradients  <-- _Entry <-- backward of the layers <-- ... <-- gradients that the next stage sent
 
-Where the schedule splits backwards, gradients of weights follow in a task of their own (split_backward.py).
+Where the schedule splits backwards, gradients of weights follow in a task of their own (layers/split_backward.py).
 
 Between a micro-batch's forward and its backward a stage holds only its boundary input, without a graph. The
 recomputation builds the graph above. A micro-batch that is not recomputed keeps the graph of its forward.
 
-A forward that will be recomputed gives the same bits as the recomputation: see first_forward.py.
+A forward that will be recomputed gives the same bits as the recomputation: see layers/first_forward.py.
 
 Why not torch.utils.checkpoint:
 
@@ -32,14 +32,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe.pipeline._compat import AnyBatchNorm, run_backward
-from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.buffers import BufferCopies, Buffers
-from gpipe.pipeline.compilation import Compilation
-from gpipe.pipeline.cuda_graphs import LayerGraphs
-from gpipe.pipeline.current_layer import CurrentLayer
-from gpipe.pipeline.entry import enter_graph, find_root
-from gpipe.pipeline.first_forward import (
+from gpipe.pipeline.checks.current_layer import CurrentLayer
+from gpipe.pipeline.checks.refusals import refuse_changed_inputs, refuse_changed_later, refuse_unconverted
+from gpipe.pipeline.layers.autocast import without_autocast
+from gpipe.pipeline.layers.buffers import BufferCopies, Buffers
+from gpipe.pipeline.layers.compilation import Compilation
+from gpipe.pipeline.layers.cuda_graphs import LayerGraphs
+from gpipe.pipeline.layers.entry import enter_graph, find_root
+from gpipe.pipeline.layers.first_forward import (
     as_leaves,
     find_differentiable,
     is_same_without_graph,
@@ -47,18 +48,17 @@ from gpipe.pipeline.first_forward import (
     wants_saved_tensors,
     without_saved_tensors,
 )
-from gpipe.pipeline.low_precision import lower
+from gpipe.pipeline.layers.low_precision import lower
+from gpipe.pipeline.layers.new_gradients import NewGradients
+from gpipe.pipeline.layers.split_backward import WeightGradients, run_split_backward
+from gpipe.pipeline.layers.structure import modules_below
 from gpipe.pipeline.microbatch import Payload, read_versions
-from gpipe.pipeline.new_gradients import NewGradients
 from gpipe.pipeline.nothing import NOTHING
-from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
-from gpipe.pipeline.refusals import refuse_changed_inputs, refuse_changed_later, refuse_unconverted
-from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
-from gpipe.pipeline.structure import modules_below
+from gpipe.pipeline.step_end.parameter_hooks import ParameterHooks
 
 if TYPE_CHECKING:
-    from gpipe.pipeline.recomputation_check import RecomputationCheck
+    from gpipe.pipeline.checks.recomputation_check import RecomputationCheck
     from gpipe.pipeline.shared.averaging import Averaging
     from gpipe.pipeline.shared.sharding import Sharding
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch

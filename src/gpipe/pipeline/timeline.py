@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpipe.pipeline.measurement.trace import make_trace
 from gpipe.pipeline.schedule import Kind, Task, name_stages
-from gpipe.pipeline.trace import make_trace
 
 
 class Event(NamedTuple):

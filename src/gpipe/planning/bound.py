@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from gpipe.pipeline.schedule import Kind, Rematerialize
-from gpipe.pipeline.schedule_choice import SPLIT_SCHEDULES
+from gpipe.pipeline.schedules.choice import SPLIT_SCHEDULES
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting

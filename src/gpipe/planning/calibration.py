@@ -73,7 +73,7 @@ def _correct(now: LayerSeconds, measured: LayerSeconds, before: LayerSeconds) ->
         for value, known, planned in zip(now[:4], measured[:4], before[:4], strict=True)
     )
     forward, recompute, backward, weights = passes
-    if before.weights == 0 and now.backward > 0:  # smaller products do not wait: see split_backward.py
+    if before.weights == 0 and now.backward > 0:  # smaller products do not wait: see pipeline/layers/split_backward.py
         weights = backward * now.weights / now.backward
     share = measured.splitting / measured.backward if measured.backward > 0 else 0.0
     return LayerSeconds(forward, recompute, backward, weights, backward * share)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, with_recomputations
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.planning.memory import StageMemory, StateRatios, Walk
 
 

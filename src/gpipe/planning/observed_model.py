@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe.pipeline.first_forward import wants_saved_tensors, without_saved_tensors
-from gpipe.pipeline.low_precision import lower, wants_low_precision
+from gpipe.pipeline.layers.first_forward import wants_saved_tensors, without_saved_tensors
+from gpipe.pipeline.layers.low_precision import lower, wants_low_precision
+from gpipe.pipeline.layers.split_backward import DeferredProduct, find_products
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.split_backward import DeferredProduct, find_products
 from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from gpipe._compat.fake_tensors import QuickFakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
-from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.checks.refusals import refuse_no_sequence
+from gpipe.pipeline.layers.generators import preserved_generators
+from gpipe.pipeline.layers.split_backward import CACHE_BYTES
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.refusals import refuse_no_sequence
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
-from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.observed_model import Arrival, Input, ObservedModel, PerPass, WaitingGradient
 from gpipe.planning.operation_memory import OperationMemory

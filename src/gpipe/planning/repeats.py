@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gpipe.pipeline.structure import structure
+from gpipe.pipeline.layers.structure import structure
 from gpipe.planning.observed_model import Input
 
 if TYPE_CHECKING:

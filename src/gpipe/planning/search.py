@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
-from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES, SPLIT_SCHEDULES
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, sequential
-from gpipe.pipeline.schedule_choice import check_rematerialization, place_stages
+from gpipe.pipeline.schedules.choice import check_rematerialization, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device

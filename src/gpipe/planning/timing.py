@@ -16,17 +16,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe._compat.flop_counts import FlopCounter
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.compilation import Compilation
-from gpipe.pipeline.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
-from gpipe.pipeline.generators import preserved_generators
-from gpipe.pipeline.gradient_norm import compute_norms
-from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.checks.refusals import refuse_no_sequence
 from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.layers.compilation import Compilation
+from gpipe.pipeline.layers.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
+from gpipe.pipeline.layers.generators import preserved_generators
+from gpipe.pipeline.layers.initialization import materialize
+from gpipe.pipeline.layers.split_backward import run_split_backward
+from gpipe.pipeline.layers.structure import structure
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.moving_statistics import commit
-from gpipe.pipeline.refusals import refuse_no_sequence
-from gpipe.pipeline.split_backward import run_split_backward
-from gpipe.pipeline.structure import structure
+from gpipe.pipeline.step_end.gradient_norm import compute_norms
+from gpipe.pipeline.step_end.moving_statistics import commit
 from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.errors import layer_error

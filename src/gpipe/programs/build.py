@@ -19,9 +19,9 @@ from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import set_drop_path
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.gradient_scaler import GradientScaler
-from gpipe.pipeline.schedule_choice import place_stages
+from gpipe.pipeline.schedules.choice import place_stages
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
+from gpipe.pipeline.step_end.gradient_scaler import GradientScaler
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import detect_accelerator
 from gpipe.programs.chosen_checkpoint import (

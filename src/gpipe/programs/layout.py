@@ -22,7 +22,7 @@ from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialization, Rematerialize
-from gpipe.pipeline.schedule_choice import SPLIT_SCHEDULES
+from gpipe.pipeline.schedules.choice import SPLIT_SCHEDULES
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.planning.cut import Cutter

@@ -60,7 +60,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     Raises:
         SystemExit: with status 75, if this session was asked to stop.
     """
-    from gpipe.pipeline.step_report import reset_peak_memory
+    from gpipe.pipeline.measurement.step_report import reset_peak_memory
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome

@@ -19,7 +19,7 @@ from gpipe._compat.fake_tensors import QuickFakeTensorMode, is_fake
 from gpipe._compat.flop_counts import FlopCounter
 from gpipe._compat.torch_description import tree_leaves, tree_map, unset_fake_temporarily, without_compiling
 from gpipe.pipeline._compat import is_compiled
-from gpipe.pipeline.generators import HostGenerators, preserved_generators
+from gpipe.pipeline.layers.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.tracing.errors import OF_DECISIONS, TracingError, Undecided, Whole, explain, is_of_model, is_ours

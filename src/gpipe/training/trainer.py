@@ -22,10 +22,10 @@ from gpipe.checkpoint.read import load_checkpoint, load_weights
 from gpipe.checkpoint.saver import Saver
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
+from gpipe.pipeline.measurement.step_report import StepReport
 from gpipe.pipeline.microbatch import Payload, find_batch_size
-from gpipe.pipeline.step_report import StepReport
+from gpipe.pipeline.step_end.gradient_scaler import GradientScaler
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema

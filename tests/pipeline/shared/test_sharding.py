@@ -22,7 +22,7 @@ import gpipe
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.pipeline.schedule_choice import SPLIT_SCHEDULES
+from gpipe.pipeline.schedules.choice import SPLIT_SCHEDULES
 from tests.support.gate import Gate
 from tests.support.process_pool import ProcessPool
 

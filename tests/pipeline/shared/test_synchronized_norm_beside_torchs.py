@@ -17,7 +17,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 
 import gpipe
 from gpipe.pipeline.batch_norm import microbatch_phase
-from gpipe.pipeline.moving_statistics import commit
+from gpipe.pipeline.step_end.moving_statistics import commit
 from tests.pipeline.shared.synchronized_case import (
     Layout,
     mean_loss,

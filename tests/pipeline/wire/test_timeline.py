@@ -9,7 +9,7 @@ import torch
 
 import gpipe
 from gpipe.pipeline.schedule import Rematerialize, dependencies
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from gpipe.pipeline.timeline import Event, Timeline
 from tests.pipeline.wire.mixed_layers import images, mean_output, mixed_layers, stages
 from tests.support.process_pool import ProcessPool

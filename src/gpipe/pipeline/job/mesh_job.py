@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe.pipeline._compat import open_store
+from gpipe.pipeline.checks.refusals import refuse_different
 from gpipe.pipeline.job.devices import Devices, choose_device, choose_devices
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
 from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Watch
-from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.peers import Peers
 from gpipe.pipeline.shared.replicas import Replicas

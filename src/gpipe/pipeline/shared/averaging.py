@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from gpipe.pipeline.refusals import refuse_different, refuse_gradient_types
+from gpipe.pipeline.checks.refusals import refuse_different, refuse_gradient_types
 from gpipe.pipeline.shared.replicas import Replicas
 
 BUCKET_BYTES = 25 * 2**20

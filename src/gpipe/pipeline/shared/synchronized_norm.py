@@ -27,8 +27,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
-from gpipe.pipeline.moving_statistics import combine
 from gpipe.pipeline.shared.replicas import Replicas
+from gpipe.pipeline.step_end.moving_statistics import combine
 
 _HEADER = 3  # numbers before the values of a message: which norm, whether in backward, how many values per channel
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's backward; gets no gradient itself

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
-from gpipe.pipeline.initialization import materialize, replace_parameter
+from gpipe.pipeline.checks.refusals import refuse_gradient_types
 from gpipe.pipeline.job.job import Job
-from gpipe.pipeline.refusals import refuse_gradient_types
-from gpipe.pipeline.structure import TIES
+from gpipe.pipeline.layers.initialization import materialize, replace_parameter
+from gpipe.pipeline.layers.structure import TIES
 
 _Value = TypeVar("_Value")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from gpipe.pipeline.compilation import Compilation
-from gpipe.pipeline.device_threads import DeviceThreads
+from gpipe.pipeline.checks.refusals import refuse_cuda_graphs
 from gpipe.pipeline.job.job import Job
-from gpipe.pipeline.refusals import refuse_cuda_graphs
+from gpipe.pipeline.layers.compilation import Compilation
+from gpipe.pipeline.layers.device_threads import DeviceThreads
 from gpipe.pipeline.stage import Stage
 
 

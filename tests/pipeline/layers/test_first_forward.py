@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 import gpipe
 from gpipe.models import amoebanet_b, amoebanet_d
-from gpipe.pipeline.entry import enter_graph
-from gpipe.pipeline.first_forward import _SAME_WITHOUT_GRAPH, without_saved_tensors
+from gpipe.pipeline.layers.entry import enter_graph
+from gpipe.pipeline.layers.first_forward import _SAME_WITHOUT_GRAPH, without_saved_tensors
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import seed_generators
 from gpipe.pipeline.stage import Stage

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialization,
@@ -19,7 +18,11 @@ from gpipe.pipeline.schedule import (
     inference,
     sequential,
 )
-from gpipe.pipeline.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
+from gpipe.pipeline.schedules.one_forward_one_backward import (
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+)
+from gpipe.pipeline.schedules.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
 
 SCHEDULES: dict[str, ScheduleFunction] = {
     "gpipe": gpipe,

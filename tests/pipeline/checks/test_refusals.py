@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.refusals import refuse_different, refuse_embeddings
+from gpipe.pipeline.checks.refusals import refuse_different, refuse_embeddings
 from tests.support import tied_model
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.measurement.clock import Clock
 from gpipe.pipeline.schedule import Kind, Task
 
 

@@ -35,13 +35,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
 from gpipe.pipeline._compat import add_to_each, apply_function
-from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, is_recomputing
-from gpipe.pipeline.buffers import Buffers
-from gpipe.pipeline.entry import enter_graph
+from gpipe.pipeline.checks.refusals import refuse_hidden_parameters
+from gpipe.pipeline.layers.autocast import without_autocast
+from gpipe.pipeline.layers.buffers import Buffers
+from gpipe.pipeline.layers.entry import enter_graph
+from gpipe.pipeline.layers.structure import structure
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.refusals import refuse_hidden_parameters
-from gpipe.pipeline.structure import structure
 
 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of a layer which only makes views
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gpipe.pipeline import gradient_norm
+from gpipe.pipeline.checks.refusals import refuse_different
 from gpipe.pipeline.job.errors import NonFiniteError, StepAbandoned
 from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.loss import MiniBatchLoss, add_up
-from gpipe.pipeline.refusals import refuse_different
 from gpipe.pipeline.shared.replicas import Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedGradients
+from gpipe.pipeline.step_end import gradient_norm
 
 
 class Gradients:

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from gpipe.pipeline._compat import AnyBatchNorm, is_compiled
 from gpipe.pipeline.batch_norm import MicroBatchNorm
-from gpipe.pipeline.gradient_scaler import GradientScaler
-from gpipe.pipeline.initialization import is_meta
+from gpipe.pipeline.layers.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, StepSchedule
+from gpipe.pipeline.step_end.gradient_scaler import GradientScaler
 
 _LONGEST_TIMEOUT = 10**6  # seconds, twelve days: Gloo and NCCL count milliseconds in 32 bits
 _HOOKS = (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.recomputation_check import RecomputationCheck
+from gpipe.pipeline.checks.recomputation_check import RecomputationCheck
 
 MODES = ("always", "except_last", "never")
 

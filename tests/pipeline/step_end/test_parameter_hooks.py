@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.schedule_choice import SCHEDULES
+from gpipe.pipeline.schedules.choice import SCHEDULES
 from tests.support.process_pool import ProcessPool
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe.pipeline._compat import noting_compilation
 from gpipe.pipeline.job.activity import Activity
-from gpipe.pipeline.structure import structure
+from gpipe.pipeline.layers.structure import structure
 
 
 class Compilation:

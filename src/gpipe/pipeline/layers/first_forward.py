@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.layers.structure import has_own_code
 from gpipe.pipeline.microbatch import Payload, read_versions
-from gpipe.pipeline.structure import has_own_code
 
 _SAME_WITHOUT_GRAPH = frozenset(
     {

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients, sort_by_layer
+from gpipe.pipeline.step_end.gradient_norm import (
+    compute_norms,
+    global_norm,
+    name_parameters,
+    scale_gradients,
+    sort_by_layer,
+)
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gpipe.pipeline.layers.structure import has_own_code
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.structure import has_own_code
 
 _CONVERT_FIRST = {
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.pipeline.initialization import materialize
+from gpipe.pipeline.layers.initialization import materialize
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.layers.generators import preserved_generators
 from gpipe.pipeline.randomness import derive_seed, seed_generators
 
 _CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule, Task
-from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule, plan_tasks
+from gpipe.pipeline.schedules.choice import SCHEDULES, check_schedule, choose_schedule, plan_tasks
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
 ALWAYS = Rematerialize.ALWAYS

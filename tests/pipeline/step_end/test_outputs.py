@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes, replicated, split, split_along
-from gpipe.pipeline.outputs import merge
+from gpipe.pipeline.step_end.outputs import merge
 
 
 @given(st.integers(1, 20), st.integers(1, 8))

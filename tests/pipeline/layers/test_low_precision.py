@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.low_precision import wants_low_precision
+from gpipe.pipeline.layers.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload
 
 MODES = ("always", "except_last", "never")

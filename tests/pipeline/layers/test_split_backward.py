@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe.pipeline import split_backward
-from gpipe.pipeline.entry import _ANCHOR, _Entry
-from gpipe.pipeline.split_backward import run_split_backward
+from gpipe.pipeline.layers import split_backward
+from gpipe.pipeline.layers.entry import _ANCHOR, _Entry
+from gpipe.pipeline.layers.split_backward import run_split_backward
 from tests.support.calling_backward import CallingBackward
 
 

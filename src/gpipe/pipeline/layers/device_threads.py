@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from gpipe.pipeline.batch_norm import phase_per_gpu
-from gpipe.pipeline.generators import HostGenerators
 from gpipe.pipeline.job.errors import PipelineError
+from gpipe.pipeline.layers.generators import HostGenerators
 from gpipe.pipeline.schedule import Task, dependencies
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from gpipe.pipeline.step_report import measure_peak_memory, reset_peak_memory
+from gpipe.pipeline.measurement.step_report import measure_peak_memory, reset_peak_memory
 
 CPU = [torch.device("cpu")]
 

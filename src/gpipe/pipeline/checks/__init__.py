@@ -1,0 +1,1 @@
+"""What is refused before a step, what is compared after it, and which layer a message names."""

@@ -1,0 +1,1 @@
+"""When tasks ran, and what a step reports."""
