@@ -210,15 +210,35 @@ def test_nothing_secret_is_in_the_run_folder(offline_run: Path) -> None:
         assert not [secret for secret in secrets if secret.encode() in content], path
 
 
-def test_a_resumed_run_is_the_same_run_for_wandb(offline_run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_run_for_wandb(offline_run: Path) -> None:
     run_id = (offline_run / RUN_ID_FILE).read_text()
-    for folder, resumed in ((offline_run, None), (tmp_path / "later", offline_run)):
-        with Tracker(folder, mode="offline", resumed=resumed) as tracker:
-            tracker.log({"step": 2, "loss": 1.0})
-        assert (folder / RUN_ID_FILE).read_text() == run_id
-        assert list((folder / "wandb").glob(f"offline-run-*-{run_id.strip()}"))
-    with Tracker(tmp_path / "other", mode="offline"):
-        assert (tmp_path / "other" / RUN_ID_FILE).read_text() != run_id
+    with Tracker(offline_run, mode="offline") as tracker:
+        tracker.log({"step": 2, "loss": 1.0})
+    assert (offline_run / RUN_ID_FILE).read_text() == run_id
+    assert {path.name.rpartition("-")[2] for path in (offline_run / "wandb").glob("offline-run-*")} == {run_id.strip()}
+
+
+def test_runs_from_the_state_of_another_are_runs_of_their_own_with_its_curves(
+    offline_run: Path, tmp_path: Path
+) -> None:
+    with (offline_run / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write('{"step": 1, "tracking_lost": "its process was killed"}\n')
+    folders = [tmp_path / name for name in ("longer", "wider")]
+    for folder in folders:
+        with Tracker(folder, mode="offline", resumed=offline_run) as tracker:
+            tracker.rewind(1)
+            tracker.log({"step": 2, "loss": 0.5})
+            assert tracker.find_lost() is None
+        steps = [json.loads(item.value_json) for item in read_history(folder, "_step")]
+        assert steps == [1, 2]  # one of the two lines of step 1 has figures of training, the other of an evaluation
+        for name, values in (("train/loss", [1.0, 0.5]), ("test/top1", [0.5])):
+            assert [json.loads(item.value_json) for item in read_history(folder, name)] == values
+    assert len({(folder / RUN_ID_FILE).read_text() for folder in (offline_run, *folders)}) == 3
+
+
+def read_history(run: Path, name: str) -> list[Any]:
+    items = [item for record in read_wandb(run) for item in record.history.item]
+    return [item for item in items if (item.key or "/".join(item.nested_key)) == name]
 
 
 def kill_wandb(number: int) -> None:

@@ -78,8 +78,8 @@ class Tracker:
             name: the run.
             tags: the run's tags.
             config: the settings, and anything else that describes the run, as a plain dict.
-            resumed: the folder of the run that this one resumes: its log is continued, and Weights & Biases shows one
-                run.
+            resumed: the folder of the run from whose state this one starts: `rewind` copies its log, into the mirror
+                too, which shows a run of its own. Several runs may start from one.
         """
         if mode not in _PROGRAMS:
             raise ValueError(f"tracking.mode is {mode!r}: choose one of {', '.join(_PROGRAMS)}.")
@@ -95,7 +95,7 @@ class Tracker:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._own = OwnFolder(folder)
-        run_id = _read_run_id(folder) or _read_run_id(resumed) or secrets.token_hex(4)
+        run_id = _read_run_id(folder) or secrets.token_hex(4)
         names = {"project": project, "group": group, "name": name, "tags": tags}
         try:
             self._mirror = _open_mirror(mode, folder, run_id, config or {}, names)
@@ -106,9 +106,7 @@ class Tracker:
         """Write `values`, which must have "step", as one line; numbers that are not finite become null."""
         if "step" not in values:
             raise ValueError(f"the values {sorted(values)} lack 'step', which orders the lines: add it.")
-        finite = self._write(values)
-        known = {_name_in_mirror(key): value for key, value in finite.items() if key != "step" and value is not None}
-        self._give(lambda mirror: mirror.log(values["step"], known))
+        self._mirror_figures(self._write(values))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table, such as the plan, as one line {"step", name: rows}; all rows have the same keys."""
@@ -164,12 +162,16 @@ class Tracker:
         """Drop the lines after `step`, which a run that resumes there writes again, and a truncated last line.
 
         The outcome is always dropped, because the run will write another. A new run copies the lines of the run that it
-        resumes.
+        resumes; its mirror gets their figures.
         """
         logs = [path for path in (self._path, self._earlier) if path is not None and path.exists()]
         if not self._enabled or not logs:
             return
         kept = [line for line in logs[0].read_bytes().split(b"\n") if _is_until(line, step)]
+        if logs[0] == self._earlier:
+            kept = [line for line in kept if LOST not in json.loads(line)]
+            for values in map(json.loads, kept):
+                self._mirror_figures({key: value for key, value in values.items() if _is_figure(value)})
         write_flushed(self._path, b"".join(line + b"\n" for line in kept))
 
     def close(self, *, failed: bool = False) -> None:
@@ -179,6 +181,11 @@ class Tracker:
         if self._to_mark is not None:
             with suppress(OSError, ValueError):  # the run has reported these already
                 self._append([])
+
+    def _mirror_figures(self, values: Mapping[str, Any]) -> None:
+        known = {_name_in_mirror(key): value for key, value in values.items() if key != "step" and value is not None}
+        if known:
+            self._give(lambda mirror: mirror.log(values["step"], known))
 
     def _give(self, give: Callable[[Mirror], None]) -> None:
         """Call `give` with the mirror, until its first failure."""
@@ -233,9 +240,14 @@ def _is_until(line: bytes, step: int) -> bool:
         return False
 
 
-def _read_run_id(folder: Path | None) -> str | None:
-    """Return the Weights & Biases id in an earlier run's folder; None if there is none."""
-    if folder is None or not (folder / RUN_ID_FILE).exists():
+def _is_figure(value: Any) -> bool:
+    """Return whether a line's value is no table, and no path of a picture, which is another folder's."""
+    return not isinstance(value, str) and not (isinstance(value, list) and any(isinstance(row, dict) for row in value))
+
+
+def _read_run_id(folder: Path) -> str | None:
+    """Return the Weights & Biases id in a run's folder; None if there is none."""
+    if not (folder / RUN_ID_FILE).exists():
         return None
     text = (folder / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
     if not _RUN_ID.fullmatch(text):
