@@ -7,13 +7,13 @@ from importlib import import_module  # noqa: TID251 - of the names below
 from typing import Any
 
 _PLACES = {
-    "GradientScaler": "pipeline.gradient_scaler",
+    "GradientScaler": "pipeline.step_end.gradient_scaler",
     "LayerCost": "planning.profile",
     "NonFiniteError": "pipeline.job.errors",
     "PeerFailure": "pipeline.job.errors",
     "Pipeline": "pipeline.engine",
     "PipelineError": "pipeline.job.errors",
-    "StepReport": "pipeline.step_report",
+    "StepReport": "pipeline.measurement.step_report",
     "Timeline": "pipeline.timeline",
     "analyze_layers": "planning.profile",
     "as_layers": "tracing.traced_layers",

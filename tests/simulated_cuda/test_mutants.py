@@ -65,7 +65,7 @@ EQUIVALENT = {
     "training.ema, _Named.__init__: on the CPU: torch.zeros((), device=device)": (
         "timm draws on that device to round averages of 16 bits, which are refused"
     ),
-    "pipeline.clock, Clock.events: without after.synchronize()": (
+    "pipeline.measurement.clock, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
     ),
     "pipeline.job.mesh_job, _await_beside: without torch.cuda.set_device(device)": (

@@ -42,6 +42,11 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         small_trainer(tmp_path, optimizer=torch.optim.SGD(small_run().pipeline.named_parameters()))
 
 
+def test_an_optimizer_that_computes_the_loss_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the optimiser LBFGS computes the loss several times per step"):
+        small_trainer(tmp_path, optimizer=torch.optim.LBFGS([torch.ones(1, requires_grad=True)]))
+
+
 @pytest.mark.parametrize("name", ["train_loader", "test"])
 def test_a_loader_without_mini_batches_is_refused(tmp_path: Path, name: str) -> None:
     empty = RandomImages(0, shuffle=False)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from gpipe.training.evaluation import Metrics
 from gpipe.training.loader import Loader
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from gpipe.pipeline.engine import Pipeline
     from gpipe.training.trainer import Trainer
 
 
@@ -52,8 +56,18 @@ def refuse_unfit(trainer: Trainer) -> None:
             f"metrics is of type {type(trainer.metrics).__name__}: give an object with the methods of "
             "gpipe.training.evaluation.Metrics."
         )
-    own = {id(parameter) for parameter in trainer.pipeline.parameters()}
-    if any(id(parameter) not in own for group in trainer.optimizer.param_groups for parameter in group["params"]):
+    _refuse_optimizer(trainer.optimizer, trainer.pipeline)
+
+
+def _refuse_optimizer(optimizer: Optimizer, pipeline: Pipeline) -> None:
+    arguments = signature(optimizer.step).parameters.values()
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments):
+        raise TypeError(
+            f"the optimiser {type(optimizer).__name__} computes the loss several times per step, by a closure, but "
+            "a trainer gives it the gradients of one: choose another, such as torch.optim.SGD."
+        )
+    own = {id(parameter) for parameter in pipeline.parameters()}
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             "the optimiser has parameters that the pipeline does not train: create it from "
             "pipeline.named_parameters(), once the pipeline is made."

@@ -411,3 +411,15 @@ def test_the_weight_of_a_loss_is_a_number(weight: Any, said: str) -> None:
 def test_a_step_beside_an_evaluation_is_refused() -> None:
     with refused("step is 1 in replica 0 and None in replica 1; give every process the same"):
         refuse_different([{"step": 1}, {}], "replica {}")
+
+
+def test_a_pipeline_without_a_mesh_among_as_many_processes_as_devices_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(
+        UserWarning, match=r"^2 processes were started, but this pipeline has no mesh.*all 2 stages"
+    ) as said:
+        gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2)
+    assert said[0].filename == __file__
+    gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, devices="cpu")
+    gpipe.Pipeline(layers, F.mse_loss, [2], 2)

@@ -109,7 +109,7 @@ def test_a_schedule_may_be_an_object_that_is_told_apart_by_nothing() -> None:
     pipeline = gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=Named("1f1b"))
     assert pipeline.train_step((torch.ones(4, 2), torch.ones(4, 2))).num_microbatches == 2
     with pytest.raises(
-        ValueError, match=r"^schedule is gpipe\.pipeline\.zero_bubble\.split_gpipe and shard_replicas is"
+        ValueError, match=r"^schedule is gpipe\.pipeline\.schedules\.zero_bubble\.split_gpipe and shard_replicas is"
     ):
         gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=partial(SCHEDULES["split_gpipe"]), shard_replicas=True)
 

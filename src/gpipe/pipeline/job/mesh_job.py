@@ -9,7 +9,9 @@ Each row is a pipeline, each column holds copies of the same stages:
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -247,6 +249,8 @@ def join_job(
         ValueError: the devices or the mesh do not fit the number of stages.
     """
     if mesh is None:
+        if devices is None:
+            _warn_of_others(1 + max(placement), len(placement))
         return Job(choose_devices(devices, layers, len(placement)), timeout_seconds)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -254,6 +258,17 @@ def join_job(
             "returns, or set devices where one process plays all stages"
         )
     return MeshJob(mesh, placement, choose_device(devices, mesh), timeout_seconds)
+
+
+def _warn_of_others(num_devices: int, num_stages: int) -> None:
+    """Warn if one process per device was started, but this one was not told to train with the others."""
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if size == num_devices > 1:
+        warnings.warn(
+            f"{size} processes were started, but this pipeline has no mesh, so that each of them trains all "
+            f"{num_stages} stages by itself; give mesh=init_device_mesh(...), or devices if that is what you want",
+            stacklevel=4,
+        )
 
 
 def _await_beside(make: Callable[[], list[Any]], device: torch.device, check: Callable[[], None]) -> list[Any]:
