@@ -247,3 +247,21 @@ def test_no_two_things_share_a_public_name() -> None:
                 homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
     shared = {name: places for name, places in homes.items() if len(places) > 1 and not name.startswith("_")}
     assert shared.keys() == OF_EACH_PROGRAM, shared
+
+
+def read_map(package: Path) -> set[str]:
+    """Return the files that the docstring of a package names."""
+    path = package / "__init__.py"
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return set(re.findall(r"\w+\.py\b", text or ""))
+
+
+def test_a_packages_docstring_or_the_one_above_says_what_each_file_is_for() -> None:
+    source = ROOT / "src" / "gpipe"
+    packages = {path.parent for path in source.rglob("__init__.py")} - {source, source / "_compat"}
+    assert len(packages) > 15
+    programs = {path.name for path in ROOT.glob("*.py")}
+    for package in packages:
+        files = {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+        assert files <= read_map(package) | read_map(package.parent), package
+        assert read_map(package) <= {path.name for path in package.rglob("*.py")} | programs, package

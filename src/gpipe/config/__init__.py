@@ -2,6 +2,16 @@
 
 A field that can change a result has no default in Python (MISSING): every such value stands in conf/. Hydra refuses
 unknown keys and wrong types while it composes; `to_run` refuses wrong values when it builds the dataclasses.
+
+    run.py               a whole run: data.py, model.py, pipeline.py and training.py have its parts
+    plan.py, predict.py, translate.py    the other programs
+    checks.py            one sentence per error
+    gate.py              no file or code is named, no secret read; endless_files.py, no file without an end
+    group_files.py       a chosen file of a group replaces what was set before
+    literally.py         words that Hydra must not interpret
+    folders.py           names of the folders of runs
+    composed.py          settings without a run
+    saved.py             those of an earlier run; evaluated.py, those of its evaluation
 """
 
 from gpipe.config.checks import ConfigError as ConfigError

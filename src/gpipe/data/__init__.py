@@ -1,4 +1,12 @@
-"""Images, tokens and parallel text: sets by name, and mini-batches that are a function of the seed."""
+"""Images, tokens and parallel text: sets by name, and mini-batches that are a function of the seed.
+
+images/ and text/ have the sets. All have in common:
+
+    location.py          where a set is, or how to get it
+    randomness.py        random numbers as a function of the seed
+    epoch_loader.py      the order of an epoch, and the part of each replica
+    dataset_loader.py    mini-batches of any torch Dataset
+"""
 
 from collections.abc import Sequence
 from importlib import import_module  # noqa: TID251 - for the names below

@@ -1,6 +1,11 @@
-"""One file per family of models, with the kind of data that it is trained on.
+"""A workload is a family of models with its data, its loss and its metrics.
 
-Like `build`, which uses them, these files know both the settings and the objects built from them.
+    workload.py              what `gpipe.programs.build` needs from each
+    image_classification.py  AmoebaNet; timm_classification.py, any model of timm
+    language_modelling.py    Transformer-L, or any language model of transformers
+    translation.py           encoder and decoder on pairs of sentences
+
+text_workload.py has what the last two share, traced_model.py what models of other libraries need.
 """
 
 from gpipe.config import (
