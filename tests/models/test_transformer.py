@@ -112,6 +112,15 @@ def test_every_parameter_gets_a_gradient_and_can_be_reset_after_to_empty() -> No
     assert not weights["4.bias"].any()
 
 
+@pytest.mark.parametrize("num_layers", [2, 32])
+def test_a_model_of_any_depth_begins_near_chance(num_layers: int) -> None:
+    model = make_model(num_layers=num_layers, vocabulary_size=256, model_size=64, feedforward_size=256)
+    generator = torch.Generator().manual_seed(0)
+    given, expected = torch.randint(256, (2, 8, 32), generator=generator)
+    loss = F.cross_entropy(model(given).flatten(0, 1), expected.flatten())
+    assert loss.item() == pytest.approx(math.log(256), abs=1.5)  # with branches of full size: 7.0 and 20.6
+
+
 def test_bfloat16_autocast_stays_close_to_float32() -> None:
     model = make_model()
     expected = model(tokens())

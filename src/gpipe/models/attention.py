@@ -13,15 +13,15 @@ class SelfAttention(nn.Module):
     """Attention of every position to all positions except padding or, if causal, to itself and all before it.
 
     [batch, time, model_size] -> the same shape. One product makes queries, keys and values. Causal attention needs no
-    padding mask, because padding comes after the sequence.
+    padding mask, because padding comes after the sequence. `scale` is the factor of the output's initial weights.
     """
 
-    def __init__(self, model_size: int, num_heads: int, head_size: int, *, causal: bool) -> None:
+    def __init__(self, model_size: int, num_heads: int, head_size: int, *, causal: bool, scale: float = 1.0) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
         self.queries_keys_values = Linear(model_size, 3 * num_heads * head_size)
-        self.output = Linear(num_heads * head_size, model_size)
+        self.output = Linear(num_heads * head_size, model_size, scale)
 
     def forward(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
         queries, keys, values = split_heads(self.queries_keys_values(states), 3, self.num_heads)

@@ -5,6 +5,9 @@
     last            softmax layer, not tied to the embedding
 
 There is no norm before the softmax layer, so the number of parameters is that of the paper's Table 1.
+
+Deviation: the paper does not say how a language model's weights start; ours start with small residual branches, else
+the logits of deep models would be large, and the loss far above chance.
 """
 
 from torch import nn
@@ -42,6 +45,9 @@ def transformer_lm(
     check_probability("dropout", dropout)
     return nn.Sequential(
         Embedding(vocabulary_size, model_size, dropout),
-        *(TransformerLayer(model_size, feedforward_size, num_heads, dropout) for _ in range(num_layers)),
+        *(
+            TransformerLayer(model_size, feedforward_size, num_heads, dropout, num_layers=num_layers)
+            for _ in range(num_layers)
+        ),
         Softmax(model_size, vocabulary_size),
     )

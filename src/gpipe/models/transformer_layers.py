@@ -49,19 +49,27 @@ class PreNormLayer(nn.Module):
         head_size: channels per head.
         dropout: the probability after each branch.
         scale: the factor of the two fully connected layers' initial weights.
+        last_scale: the factor of the initial weights of each branch's last product.
     """
 
     causal = True  # a position attends only to itself and those before it
 
     def __init__(
-        self, model_size: int, feedforward_size: int, num_heads: int, head_size: int, dropout: float, scale: float = 1.0
+        self,
+        model_size: int,
+        feedforward_size: int,
+        num_heads: int,
+        head_size: int,
+        dropout: float,
+        scale: float = 1.0,
+        last_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(model_size)
-        self.attention = SelfAttention(model_size, num_heads, head_size, causal=self.causal)
+        self.attention = SelfAttention(model_size, num_heads, head_size, causal=self.causal, scale=last_scale)
         self.feedforward_norm = nn.LayerNorm(model_size)
         self.widen = Linear(model_size, feedforward_size, scale)
-        self.narrow = Linear(feedforward_size, model_size, scale)
+        self.narrow = Linear(feedforward_size, model_size, scale * last_scale)
         self.dropout = nn.Dropout(dropout)
 
     def attend_to_itself(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -79,11 +87,15 @@ class PreNormLayer(nn.Module):
 class TransformerLayer(PreNormLayer):
     """A layer of a language model: every position attends to itself and those before it.
 
-    [batch, time, model_size] -> the same shape.
+    [batch, time, model_size] -> the same shape. Before training, the branches of all `num_layers` layers together add
+    about as much to the states as one branch would (Radford et al. 2019, section 2.3).
     """
 
-    def __init__(self, model_size: int, feedforward_size: int, num_heads: int, dropout: float) -> None:
-        super().__init__(model_size, feedforward_size, num_heads, model_size // num_heads, dropout)
+    def __init__(
+        self, model_size: int, feedforward_size: int, num_heads: int, dropout: float, *, num_layers: int
+    ) -> None:
+        head_size, last_scale = model_size // num_heads, 1 / math.sqrt(2 * num_layers)
+        super().__init__(model_size, feedforward_size, num_heads, head_size, dropout, last_scale=last_scale)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.feed_forward(self.attend_to_itself(states))
