@@ -51,7 +51,8 @@ from reproductions.table4_imagenet_and_transfer.tables import (
 from reproductions.table4_imagenet_and_transfer.transfers import FEW, WHOLE, read_starts, transfer_steps
 
 use_house_style()
-PRE_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist_laptop"
+LONGER_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist_laptop"
+PRE_TRAINING = "python train.py +experiment=amoebanet_imagenet_laptop"
 TRANSFERS = "python train.py -m +experiment=transfer_table_laptop"
 measured = [record for record in records if record.kind == "measured" and "top1" in record.results]
 studied = (WHOLE, FEW, *TRAINED.values())  # what sections 3 and 4 show
@@ -116,7 +117,7 @@ for run in measured:
 if trainings:
     draw_curves({make_title(runs): [("", Color.TRAINING, "o", runs)] for runs in trainings})
 else:
-    show(f"No curve on record. Not run: `{PRE_TRAINING}`.")
+    show(f"No curve on record. Not run: `{LONGER_TRAINING}`.")
 
 # %%
 others = [run for run in measured if run.experiment not in studied]
