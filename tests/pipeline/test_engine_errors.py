@@ -355,10 +355,6 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: gpipe.Pipeline(nn.Sequential(Keep()), nn.MSELoss(reduction="sum"), [1], 2),
             "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set reduction=",
         ),
-        (
-            lambda: gpipe.Pipeline(nn.Sequential(Keep()), nn.CrossEntropyLoss(torch.ones(3)), [1], 2),
-            "loss averages by class weights, but micro-batches are averaged by examples; give loss_weight=lambda",
-        ),
         (lambda: copy.deepcopy(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
         (lambda: pickle.dumps(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
     ],

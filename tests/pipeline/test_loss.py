@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import gpipe
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.shared.replicas import Replicas
 
@@ -67,6 +69,48 @@ def test_tokens_count_alike_wherever_the_padding_is() -> None:
     assert math.isclose(totals["loss"], expected.item(), rel_tol=1e-14)
     assert math.isclose(totals["double"], 2 * expected.item(), rel_tol=1e-14)
     torch.testing.assert_close(gradient, whole.grad, rtol=0, atol=1e-15)
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.25], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(ignore_index=2),
+        nn.CrossEntropyLoss(CLASS_WEIGHTS),
+        nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.25),
+        F.nll_loss,
+        nn.NLLLoss(CLASS_WEIGHTS, ignore_index=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_torchs_cross_entropies_are_those_of_the_whole_mini_batch(loss: Any, num_targets: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv1d(4, 3, 1), nn.LogSoftmax(1)).double()
+    inputs, targets = torch.randn(9, 4, num_targets, dtype=torch.float64), torch.randint(3, (9, num_targets))
+    targets[3:5] = targets[7] = getattr(loss, "ignore_index", -100)  # the second of four micro-batches has none left
+    check_whole_mini_batch(layers, loss, inputs, targets)
+
+
+def test_probabilities_of_classes_all_count() -> None:
+    targets = torch.rand(9, 3, dtype=torch.float64).softmax(1)
+    for loss in (nn.CrossEntropyLoss(CLASS_WEIGHTS), F.cross_entropy):
+        layers = nn.Sequential(nn.Linear(4, 3)).double()
+        check_whole_mini_batch(layers, loss, torch.randn(9, 4, dtype=torch.float64), targets)
+
+
+def check_whole_mini_batch(layers: nn.Sequential, loss: Any, inputs: Tensor, targets: Tensor) -> None:
+    whole = copy.deepcopy(layers)
+    expected = loss(whole(inputs), targets)
+    expected.backward()
+    report = gpipe.Pipeline(layers, loss, [1] * len(layers), 4).train_step((inputs, targets))
+    assert report.loss == pytest.approx(expected.item(), rel=1e-14)
+    for parameter, wanted in zip(layers.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad, rtol=0, atol=1e-15)
 
 
 def test_metrics_are_averaged_as_the_loss_is_and_keep_their_order() -> None:

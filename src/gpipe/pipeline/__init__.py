@@ -67,6 +67,7 @@ step_end/, once the last task has run:
 checks/:
 
     refusals.py            what the pipeline would ignore, and so refuses
+    loss_function.py       what is expected of a loss, and what torch's losses average over
     recomputation_check.py recomputed outputs compared with those of the forward
     current_layer.py       the layer now running, for messages
 

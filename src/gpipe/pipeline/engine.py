@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm
+from gpipe.pipeline.checks.loss_function import weight_of
 from gpipe.pipeline.checks.recomputation_check import RecomputationCheck
 from gpipe.pipeline.checks.refusals import (
     check_numbers,
@@ -101,7 +102,8 @@ class Pipeline(LayerExecution):
             type.
         mesh: R x P processes with the dimensions ("replica", "stage"); None: this process plays all stages.
         seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
-        loss_weight: targets of a micro-batch -> the weight of its mean loss; default: its number of examples.
+        loss_weight: targets of a micro-batch -> the weight of its mean loss. Default: what torch's cross entropies
+            divide by, targets that are not ignored or their class weights; for other losses the number of examples.
         timeout_seconds: how long a process may be silent before it is named and the step fails.
         synchronize_batch_norm: normalise each micro-batch by its statistics over all R replicas, as if one process had
             the examples of all. Every replica then cuts its mini-batch into as many micro-batches as the replica with
@@ -153,9 +155,8 @@ class Pipeline(LayerExecution):
         check_partitions(partitions, len(layers))
         tied = TiedParameters(layers)
         check_numbers(num_microbatches, output_dimension, seed, stages_per_device, timeout_seconds)
-        self.num_microbatches = num_microbatches
+        self.num_microbatches, self.partitions = num_microbatches, tuple(partitions)
         self.rematerialize = check_rematerialization(rematerialize, len(partitions))
-        self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
         self._schedule, self._placement = choose_schedule(
             schedule, self.num_stages, num_microbatches, self.rematerialize, stages_per_device
@@ -165,7 +166,7 @@ class Pipeline(LayerExecution):
             refuse_to_shard(layers, name_schedule(schedule), tasks, [first.full_name for first, *_ in tied.groups])
         self._output_dimension = output_dimension
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
-        self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
+        self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight or weight_of(loss), prepare_inputs
         self._is_loss_known = False  # whether the graph of a loss has been checked
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)

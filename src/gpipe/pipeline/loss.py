@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.pipeline.checks.refusals import check_scalars, refuse_different, refuse_leaves_of_loss, weigh
+from gpipe.pipeline.checks.loss_function import check_scalars, weigh
+from gpipe.pipeline.checks.refusals import refuse_different, refuse_leaves_of_loss
 from gpipe.pipeline.microbatch import Payload, split
 from gpipe.pipeline.shared.replicas import Replicas
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from gpipe.pipeline._compat import AnyBatchNorm, is_compiled
 from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.checks.loss_function import refuse_loss
 from gpipe.pipeline.layers.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, StepSchedule
@@ -59,27 +60,8 @@ def refuse_model(layers: Any, loss: Any, loss_weight: Any, prepare_inputs: Any) 
     for name, function in (("loss_weight", loss_weight), ("prepare_inputs", prepare_inputs)):
         if not (function is None or callable(function)):
             raise TypeError(f"{name} is of type {type(function).__name__}; it must be a function")
-    if not callable(loss):
-        raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
-    if isinstance(loss, type):
-        raise TypeError(f"loss is the class {loss.__name__}; give an instance of it, {loss.__name__}()")
-    if type(loss).__module__ == nn.modules.loss.__name__ and getattr(loss, "reduction", None) == "sum":
-        raise ValueError(
-            "loss has reduction='sum', but the mean of the micro-batches' sums is not the mini-batch's; set "
-            "reduction='mean'"
-        )
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss_weight is None:
-        raise ValueError(
-            "loss averages by class weights, but micro-batches are averaged by examples; give "
-            "loss_weight=lambda targets: class_weights[targets].sum()"
-        )
+    refuse_loss(loss)
     _refuse_own_behaviour(layers)
-    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-        if parameter.requires_grad:
-            raise ValueError(
-                f"the loss has the parameter {name}, which the pipeline would not train; put it into the last layer, "
-                "or freeze it (requires_grad_(False))"
-            )
     refuse_unconverted(layers)
     for index, layer in enumerate(layers):
         if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
@@ -169,42 +151,6 @@ def refuse_hidden_parameters(outputs: Payload, parameters: Mapping[str, Tensor])
                 f"the layer reads its parameter {names[id(leaf)]} elsewhere than in the attribute of that name, and as "
                 "a CUDA graph it would not train it; read the attribute, or set trainer.cuda_graphs=false"
             )
-
-
-def weigh(weight: Callable[[Any], Any], targets: Any) -> float:
-    """Return how much a micro-batch counts, given its targets; refuse a weight that is not a number."""
-    found = weight(targets)
-    try:
-        return float(found)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as its number of tokens"
-        ) from None
-
-
-def check_scalars(result: Any) -> dict[str, Tensor]:
-    """Return the loss, under the name "loss", and the metrics that a loss function returned.
-
-    Raises:
-        TypeError: one is not a scalar, or the loss is complex.
-        ValueError: the metrics are not a dict, or one is called "loss".
-    """
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(loss, Tensor) or loss.ndim > 0:
-        raise TypeError(f"the loss has {_describe(loss)}; return one number, the mean over the micro-batch")
-    if loss.is_complex():
-        raise TypeError("the loss is a complex number; return a real one, such as its absolute value")
-    if not isinstance(metrics, dict) or "loss" in metrics:
-        found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
-        raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor) or value.ndim > 0:
-            raise TypeError(f"the metric {name!r} has {_describe(value)}; return a scalar tensor for each micro-batch")
-    return {"loss": loss, **metrics}
-
-
-def _describe(value: Any) -> str:
-    return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
 
 
 def refuse_history(value: Any, what: str) -> None:
