@@ -85,7 +85,7 @@ CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.25], dtype=torch.float64)
         F.nll_loss,
         nn.NLLLoss(CLASS_WEIGHTS, ignore_index=1),
     ],
-    ids=str,
+    ids=["cross_entropy", "all", "ignored", "weights", "weights, smooth", "nll_loss", "NLLLoss, weights, ignored"],
 )
 @pytest.mark.parametrize("num_targets", [1, 3])
 def test_torchs_cross_entropies_are_those_of_the_whole_mini_batch(loss: Any, num_targets: int) -> None:
