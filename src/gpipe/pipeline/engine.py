@@ -263,8 +263,9 @@ class Pipeline(LayerExecution):
             NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process. The gradients are
                 unusable, no moving average has moved, and `step` stays as it is; another step may follow.
             StepAbandoned: a process was asked to stop while it compiled; on every process, as above.
+            TypeError, ValueError: an argument is invalid, or a layer was replaced or added.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
-                processes, the pipeline cannot be used afterwards.
+                processes, the pipeline cannot be used after any of these three.
         """
         begin = time.perf_counter()
         with self._step():
