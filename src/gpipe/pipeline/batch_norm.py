@@ -2,7 +2,7 @@
 
 forward of each micro-batch   normalise by its own mean and variance; keep them in `seen`
 recomputation                 normalise the same way; keep nothing
-end of the step               moving_statistics.py: combine `seen`, move running_mean and running_var once
+end of the step               step_end/moving_statistics.py: combine `seen`, move the moving averages once
 """
 
 from __future__ import annotations
