@@ -646,6 +646,22 @@ def test_to_look_for_a_fault_a_layer_may_change_the_input_of_its_stage() -> None
     assert pipeline.first_non_finite(batch(7, dtype=torch.float32)) is None
 
 
+class Differentiates(nn.Linear):
+    """Differentiates in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return super().forward(x) + torch.autograd.grad(super().forward(x).square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_to_look_for_a_fault_a_layer_may_differentiate_in_its_forward(mode: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Differentiates(4, 4), nn.Linear(4, 3))
+    pipeline = pipeline_of(layers, [1, 2], rematerialize=mode)
+    pipeline.train_step(batch(7, dtype=torch.float32))
+    assert pipeline.first_non_finite(batch(7, dtype=torch.float32)) is None
+
+
 def test_evaluation_draws_what_that_of_a_resumed_training_does() -> None:
     trained, resumed = (pipeline_of(build().insert(1, DrawsAlways()), [2, 4]) for _ in range(2))
     inputs, _ = batch(7)

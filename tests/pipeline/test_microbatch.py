@@ -81,7 +81,7 @@ def test_a_tensor_that_appears_twice_has_its_examples_in_one_dimension() -> None
 
 
 def test_a_dimension_that_a_tensor_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^dimension is 2, but the shape \(4, 4\) has 0 to 1$"):
+    with pytest.raises(ValueError, match=r"^dimension is 2, but the shape is \(4, 4\); give one that it has$"):
         split_along(torch.zeros(4, 4), 2)
 
 

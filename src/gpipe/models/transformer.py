@@ -1,4 +1,4 @@
-"""Transformers as sequences of layers.
+"""The Transformer language model as a sequence of layers.
 
     0               embedding and positions
     1 ... L         layers

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# The base classes of all batch norms, and of all norms that wait for their first input.
+# The base class of all batch norms.
 AnyBatchNorm = batchnorm._BatchNorm  # noqa: TID251
-LazyNorm = batchnorm._LazyNormBase  # noqa: TID251
 
 # Changes the time-out of a group, which is made with a short one, so that a missing process is noticed.
 set_timeout = _set_pg_timeout

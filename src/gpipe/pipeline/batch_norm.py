@@ -2,7 +2,7 @@
 
 forward of each micro-batch   normalise by its own mean and variance; keep them in `seen`
 recomputation                 normalise the same way; keep nothing
-end of the step               moving_statistics.py: combine `seen`, move running_mean and running_var once
+end of the step               step_end/moving_statistics.py: combine `seen`, move the moving averages once
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from gpipe.pipeline._compat import AnyBatchNorm, LazyNorm
+from gpipe.pipeline._compat import AnyBatchNorm
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
@@ -183,7 +184,7 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
         ValueError: a batch norm is lazy and does not know its size yet.
     """
     for name, child in module.named_modules():
-        if isinstance(child, LazyNorm):
+        if isinstance(child, AnyBatchNorm) and isinstance(child, LazyModuleMixin):
             raise ValueError(
                 f"{name or 'the module'} ({type(child).__name__}) does not know its size yet; run the model on an "
                 "example first, or give nn.BatchNorm its num_features"

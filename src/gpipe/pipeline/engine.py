@@ -82,10 +82,10 @@ class Pipeline(LayerExecution):
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
-            lists and dicts of tensors and None. Under autocast, float32 inputs of a layer with the attribute
-            `wants_low_precision` are converted to autocast's type before they travel. Layers on the meta device get
-            their memory and initial weights here; those of other processes never do. Batch norms must have gone
-            through `convert_batch_norm`.
+            lists and dicts of tensors and None. Under autocast, float32 inputs of linear layers, convolutions and
+            layers with the attribute `wants_low_precision` are converted to autocast's type before they travel. Layers
+            on the meta device get their memory and initial weights here; those of other processes never do. Batch norms
+            must have gone through `convert_batch_norm`.
             A parameter that several layers share becomes one copy per layer, in place. All copies get the values of the
             first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
@@ -94,8 +94,8 @@ class Pipeline(LayerExecution):
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
         rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations. Or a number
             per stage: how many micro-batches' activations it keeps at once, those that are needed first.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1" or "zb_v" (`gpipe.pipeline.schedule`); or
-            your own function, which returns the tasks of a step as those do. Its tasks are checked before they run.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1" or "zb_v" (`gpipe.pipeline.schedules`);
+            or your own function, which returns the tasks of a step as those do. Its tasks are checked before they run.
         stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, with P = K /
             stages_per_device; 2 in ZB-V; 1 in the others.
         devices: one per stage, for one process; or that of this process. Default: where the layers are; on a mesh, its
@@ -264,8 +264,9 @@ class Pipeline(LayerExecution):
             NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process. The gradients are
                 unusable, no moving average has moved, and `step` stays as it is; another step may follow.
             StepAbandoned: a process was asked to stop while it compiled; on every process, as above.
+            TypeError, ValueError: an argument is invalid, or a layer was replaced or added.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
-                processes, the pipeline cannot be used afterwards.
+                processes, the pipeline cannot be used after any of these three.
         """
         begin = time.perf_counter()
         with self._step():

@@ -78,9 +78,9 @@ class MiniBatchLoss:
         A micro-batch of weight 0, such as one of padding only, contributes nothing, even where its mean is 0 / 0.
 
         Raises:
-            TypeError: the loss function returned neither a scalar nor a scalar and scalars by name.
-            ValueError: a metric is called "loss", another micro-batch had other metrics, or the loss depends on
-                something trainable that the pipeline would not train.
+            TypeError: the loss or a metric is not a scalar, or the loss is complex.
+            ValueError: the metrics are not a dict, have one called "loss" or differ from those of another micro-batch;
+                or the loss depends on something trainable that the pipeline would not train.
         """
         taken = Payload.of(outputs)
         if self._outputs is not None:

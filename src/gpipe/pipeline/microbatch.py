@@ -15,7 +15,6 @@ Structure: TypeAlias = int | tuple[str, tuple[Any, ...]] | None
 A container is ("tuple" | "list", children) or ("dict", ((key, child), ...)): hashable, and JSON can carry it.
 """
 
-
 _ALONE: Structure = ("tuple", (0,))
 
 
@@ -41,7 +40,7 @@ def split_along(tensor: Tensor, dimension: int) -> Any:
         ValueError: the tensor has no such dimension.
     """
     if not -tensor.ndim <= dimension < tensor.ndim:
-        raise ValueError(f"dimension is {dimension}, but the shape {tuple(tensor.shape)} has 0 to {tensor.ndim - 1}")
+        raise ValueError(f"dimension is {dimension}, but the shape is {tuple(tensor.shape)}; give one that it has")
     return Examples(tensor, dimension % tensor.ndim)
 
 

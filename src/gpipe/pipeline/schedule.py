@@ -5,7 +5,7 @@ in the order of its list, each as soon as the tasks that it depends on are done.
 micro-batches in the same order.
 
 In the drawings F is a forward, R a recomputation, B a backward. A column is a moment. This file has GPipe's schedule;
-one_forward_one_backward.py has those that alternate forwards and backwards, zero_bubble.py those that split backwards.
+schedules/ has those that alternate forwards and backwards, and those that split backwards.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ class Stage:
         # Leaves are the cheapest start of a graph, but no layer may change one in place.
         is_whole = self._needs_whole_graph or not is_stored
         entered = enter_graph(inputs, []) if is_whole else as_leaves(inputs, as_views=is_converting)
-        with NOTHING if self._needs_whole_graph else without_saved_tensors():
+        with NOTHING if is_whole else without_saved_tensors():
             outputs = self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
         self._has_copies = True
         return outputs

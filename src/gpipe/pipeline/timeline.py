@@ -61,8 +61,7 @@ class Timeline:
 
     def row_names(self) -> list[str]:
         """Return which stages each device has: "stage 1", or "stages 1, 3"."""
-        num_stages = 1 + max(event.task.stage for event in self.events)
-        stages = range(max(num_stages, self.num_devices))
+        stages = range(1 + max(event.task.stage for event in self.events))
         return [name_stages(k for k in stages if self._row(k) == row) for row in range(self.num_devices)]
 
     def mean_seconds(self) -> Callable[[Task], float]:

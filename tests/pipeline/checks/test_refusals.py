@@ -305,6 +305,11 @@ def test_a_lazy_batch_norm_that_knows_its_size_is_a_batch_norm() -> None:
     assert int(layers[1].num_batches_tracked) == 2
 
 
+def test_a_lazy_norm_of_another_kind_is_left_as_it_is() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.LazyInstanceNorm2d())
+    assert type(gpipe.convert_batch_norm(layers)[1]) is nn.LazyInstanceNorm2d
+
+
 class Centre(nn.Module):
     """Subtracts a moving mean, which may be another layer's too."""
 

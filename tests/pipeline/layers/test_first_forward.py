@@ -195,6 +195,8 @@ BESIDE: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "one of another package below a layer that says so": (lambda: holding(nn.LSTM(8, 8)), True),
     "unknown": (Unknown, True),
     "unknown below": (lambda: nn.Sequential(Unknown()), True),
+    "a converted batch norm": (lambda: gpipe.convert_batch_norm(nn.BatchNorm1d(8)), False),
+    "a converted batch norm of an untested kind": (lambda: holding(gpipe.convert_batch_norm(nn.BatchNorm3d(8))), True),
     "parametrised": (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), True),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), True),
     "hook": (with_hook, True),

@@ -1,1 +1,1 @@
-"""What is refused before a step, what is compared after it, and which layer a message names."""
+"""What a pipeline refuses, what it compares to find faults, and which layer a message names."""

@@ -66,7 +66,7 @@ class Job:
 
     @property
     def place(self) -> str:
-        """Which process this is and what it is doing, for messages: "rank 1, stage 1, between two steps"."""
+        """What this process is doing, for messages: "between two steps"."""
         return str(self.activity)
 
     @property

@@ -76,7 +76,7 @@ class MeshJob(Job):
 
     @property
     def place(self) -> str:
-        """As in `Job`, with this process's rank and stages."""
+        """Which process this is and what it is doing: "rank 1, stage 1, between two steps"."""
         return self._watch.place
 
     def process_of(self, stage: int) -> int:

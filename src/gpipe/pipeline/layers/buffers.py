@@ -3,7 +3,7 @@
     forward of each micro-batch      starts where the one before ended; what it changes is copied first
     recomputation, inner checkpoint  starts where the forward of its micro-batch started, and changes nothing for good
 
-Batch norms are handled in `batch_norm.py`.
+Batch norms are handled in `pipeline/batch_norm.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Buffers:
     constants, such as masks, cost nothing.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str]) -> None:
         self._layers, self._shared = layers, shared
         self._modules: dict[int, nn.Module] = {}  # by identity: those with buffers; in the first forward ever, all
         self._places: list[BufferPlace] = []

@@ -63,7 +63,7 @@ def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
     home = layer.__module__.partition(".")[0] if vars(layer).get("same_without_graph", False) else None
     return all(
         kind in _SAME_WITHOUT_GRAPH
-        or (issubclass(kind, MicroBatchNorm) and kind.is_torchs_own)
+        or (issubclass(kind, MicroBatchNorm) and kind.__bases__[1] in _SAME_WITHOUT_GRAPH)
         or kind.__module__.partition(".")[0] == home
         for kind in set(map(type, modules))
     ) and not any(map(has_own_code, modules))
