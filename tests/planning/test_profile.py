@@ -245,6 +245,36 @@ def test_a_tensor_that_equal_layers_pass_on_is_held_from_where_it_was_made_to_wh
     assert shortened == whole
 
 
+class Branches(nn.Module):
+    """Makes two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 3 * x, 2 * x
+
+
+class Adding(Passing):
+    """Adds the second tensor to the first, and passes it on."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(both[0]) + both[1], both[1]
+
+
+@pytest.mark.parametrize("num_adding", [4, 5, 9])
+def test_three_of_equal_layers_tell_of_all_although_each_is_at_another_distance_from_what_it_takes(
+    num_adding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding = (Adding() for _ in range(num_adding))
+    layers = nn.Sequential(nn.Linear(8, 8), Branches(), *adding, Join(), nn.Linear(8, 8))
+    shortened = Shortened.of(layers)
+    assert len(shortened.layers) == 7
+    expand = shortened.expand
+    monkeypatch.setattr(Shortened, "expand", lambda *_: None)
+    example = torch.zeros(3, 8), torch.zeros(3, 8)
+    three, whole = (profile_layers(nn.Sequential(*those), F.mse_loss, example) for those in (shortened.layers, layers))
+    assert len({one.inputs for one in whole[2 : 2 + num_adding]}) > 2
+    assert expand(three) == whole
+
+
 def test_weight_gradients_are_added_at_once_or_together_as_many_as_a_cache_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -210,10 +210,7 @@ class Speed:
         flops_per_second: what products reach.
         bytes_per_second: what operations reach between arithmetic and memory.
         link_bytes_per_second: to a neighbouring accelerator, one way.
-        operation_seconds: what any operation takes to start.
-        starts_ahead: whether a host starts operations while earlier ones still run.
-        hop_seconds: the latency of a message to a neighbouring accelerator, besides the time of its bytes.
-        task_seconds: what the engine adds to a task.
+        operation_seconds, starts_ahead, hop_seconds, task_seconds: as in `Accelerator`.
     """
 
     peak_flops_per_second: float

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from gpipe.durable_files import write_flushed
 from gpipe.planning.accelerator import LayerSeconds
 
@@ -53,17 +55,12 @@ class Calibration:
             ValueError: the file is damaged.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            rows = {name: [LayerSeconds(*map(float, row)) for row in found[name]] for name in ("measured", "planned")}
-            return cls(
-                dict(found["origin"]),
-                int(found["microbatch_size"]),
-                **rows,
-                task_seconds=float(found["task_seconds"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            place = ".".join(map(str, fault["loc"])) or "the file"
             raise ValueError(
-                f"{path} is not a calibration ({error}): remove it, or run plan.py calibrate=true."
+                f"{path} is not a calibration ({place}: {fault['msg']}): remove it, or run plan.py calibrate=true."
             ) from None
 
 

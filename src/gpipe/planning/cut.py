@@ -77,8 +77,7 @@ class Cutter:
             NoCutFits: no cut is within the limit.
             ValueError: more stages than layers.
         """
-        limit = self.memory_limit_bytes
-        peaks = None if limit is None else _Peaks(profiles, setting, evaluation)
+        limit, peaks = self.memory_limit_bytes, _Peaks(profiles, setting, evaluation)
         if self.partitions is not None and len(self.partitions) == setting.num_stages:
             check_partitions(self.partitions, len(profiles) - 1)
             found = list(self.partitions)
@@ -86,7 +85,7 @@ class Cutter:
             found = partition_by_memory(profiles, setting, evaluation)
         else:
             found = self._choose(profiles, replace(setting, is_sequential=False), evaluation, peaks)
-        if limit is None or peaks is None:
+        if limit is None:
             return found
         is_known = setting.leanest is setting  # otherwise memory decides what is recomputed, and more is kept
         needed = max(peaks.find(found)) if is_known else peak_bytes(profiles, found, setting, evaluation)
@@ -101,11 +100,7 @@ class Cutter:
         return found
 
     def _choose(
-        self,
-        profiles: Sequence[LayerProfile],
-        setting: Setting,
-        evaluation: Evaluation | None,
-        peaks: _Peaks | None,
+        self, profiles: Sequence[LayerProfile], setting: Setting, evaluation: Evaluation | None, peaks: _Peaks
     ) -> list[int]:
         seconds = list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles))
         costs = self._costs(profiles, seconds)
@@ -115,10 +110,7 @@ class Cutter:
         limit = self.memory_limit_bytes
 
         def fits(partitions: Sequence[int]) -> bool:
-            return limit is None or peaks is None or all(needed <= limit for needed in peaks.find(partitions))
-
-        def spread(partitions: Sequence[int]) -> _Score:
-            return _spread(partitions, costs, objective)
+            return limit is None or all(needed <= limit for needed in peaks.find(partitions))
 
         def step(partitions: Sequence[int]) -> _Score:
             return (plan_step(profiles, seconds, partitions, setting, self.speed).step_seconds,)
@@ -129,6 +121,7 @@ class Cutter:
                 return start
         elif not simulates:
             return start
+        spread = partial(_spread, costs=costs, objective=objective)
         bound, score = (_StepBound(profiles, seconds, setting, self.speed), step) if simulates else (spread, spread)
         # A number of cuts, not a time, so that every machine finds the same one.
         num_tries = max(4, _MOST_TASKS // (sum(map(len, setting.tasks)) * len(setting.tasks)))

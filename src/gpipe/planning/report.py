@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -89,8 +88,7 @@ def _explain_loss(best: Plan, other: Plan) -> str:
 
 def _divide_step(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step, divided by what an average device does."""
-    recomputed = sum(e.end - e.start for e in plan.timeline.events if e.task.kind is Kind.RECOMPUTE)
-    busy = sum(e.end - e.start for e in plan.timeline.events)
+    busy, recomputed = (sum(plan.timeline.busy_seconds(kind)) for kind in (None, Kind.RECOMPUTE))
     count = len(plan.memory)
     return {
         "computes": (busy - recomputed) / count,
@@ -103,15 +101,14 @@ def _divide_step(plan: Plan) -> dict[str, float]:
 
 def compare_with_plan(plan: Plan, measured: Timeline) -> str:
     """Return one line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
-    seconds: dict[tuple[int, Kind], list[float]] = {}
-    for task, start, end in measured.events:
-        seconds.setdefault((task.stage, task.kind), []).append(end - start)
+    mean = measured.mean_seconds()
+    found = {(task.stage, task.kind): mean(task) for task, _, _ in measured.events}
     lines = []
     for stage, planned in enumerate(plan.stages):
         parts = [
-            f"{kind.words} {_format(1e3 * fmean(seconds[stage, kind]))} ({_format(1e3 * planned.seconds(kind))})"
+            f"{kind.words} {_format(1e3 * found[stage, kind])} ({_format(1e3 * planned.seconds(kind))})"
             for kind in Kind
-            if (stage, kind) in seconds
+            if (stage, kind) in found
         ]
         lines.append(f"stage {stage}: {', '.join(parts)}")
     whole = [_format(1e3 * timeline.makespan_seconds) for timeline in (measured, plan.timeline)]

@@ -216,27 +216,18 @@ class LayerTimer:
 
         norms: the batch norms that run, whose statistics are discarded.
         """
-        rounds = [self._run_round(run, inputs, norms, end_step) for _ in range(self._repeats + 1)][1:]
-        *passes, update = map(median, zip(*(seconds for seconds, _ in rounds), strict=True))
-        return LayerTiming(LayerSeconds(*passes), update), rounds[-1][1]
-
-    def _run_round(
-        self,
-        run: Callable[[Any], Any],
-        inputs: Payload,
-        norms: Sequence[MicroBatchNorm],
-        end_step: Callable[[], None] | None,
-    ) -> tuple[tuple[float, ...], Payload]:
-        """Run all passes once; return their seconds, those of a LayerTiming, and the outputs without a graph."""
-        try:
-            with microbatch_phase(norms, recompute=False):
-                forward = self._run_forward(run, inputs)
-            with microbatch_phase(norms, recompute=True):
-                passes, outputs = self._run_again(run, inputs)
-            update = 0.0 if end_step is None else self._clock(end_step)[0]
-        finally:
-            discard(norms)
-        return (forward, *passes, update), outputs
+        rounds = []
+        for _ in range(self._repeats + 1):
+            try:
+                with microbatch_phase(norms, recompute=False):
+                    forward = self._run_forward(run, inputs)
+                with microbatch_phase(norms, recompute=True):
+                    passes, outputs = self._run_again(run, inputs)
+                rounds.append((forward, *passes, 0.0 if end_step is None else self._clock(end_step)[0]))
+            finally:
+                discard(norms)
+        *medians, update = map(median, zip(*rounds[1:], strict=True))
+        return LayerTiming(LayerSeconds(*medians), update), outputs
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
         """Run a forward as `Stage.forward` does for a later recomputation; return its seconds."""

@@ -186,7 +186,8 @@ def build_planner(
     """
     run = settle_precision(run, accelerator)
     settings = run.pipeline
-    if settings.num_stages > (num_layers := len(workload_of(run).layers())):
+    workload = workload_of(run)
+    if settings.num_stages > (num_layers := len(workload.layers())):
         raise ConfigError(
             f"pipeline.num_stages is {settings.num_stages}, but the model has {num_layers} layers: set it to "
             f"{num_layers} or less."
@@ -196,7 +197,7 @@ def build_planner(
             f"pipeline.partitions is {settings.partitions}, expected numbers whose sum is the model's {num_layers} "
             "layers: correct them, or set it to null."
         )
-    if settings.synchronize_batch_norm and not workload_of(run).has_batch_norm:
+    if settings.synchronize_batch_norm and not workload.has_batch_norm:
         raise ConfigError(
             "pipeline.synchronize_batch_norm is true, expected false with this model, which has no batch norm: set "
             "pipeline.synchronize_batch_norm=false."
@@ -219,18 +220,17 @@ def build_planner(
     objective, limit = settings.objective.value, settings.memory_limit_bytes
     evaluation = run.trainer.evaluation
     is_evaluated = (evaluation.every_epochs, evaluation.every_steps) != (None, None)
-    num_evaluated = workload_of(run).num_evaluated_examples
     return Planner(
         training_profiler(run, memory),
         Cutter(partition_by, objective, speed, measured, limit, settings.partitions),
-        workload_of(run).num_examples,
+        workload.num_examples,
         accelerator,
         speed,
-        count_auxiliary_parameters(workload_of(run).layers()),
+        count_auxiliary_parameters(workload.layers()),
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
-        EvaluationPlanner(evaluation_profiler(run), num_evaluated) if is_evaluated else None,
-        workload_of(run).varies_in_length,
+        EvaluationPlanner(evaluation_profiler(run), workload.num_evaluated_examples) if is_evaluated else None,
+        workload.varies_in_length,
     )
 
 
