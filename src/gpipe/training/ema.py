@@ -1,10 +1,13 @@
 """The exponential moving average of weights and moving statistics, for evaluating a model."""
 
-import copy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import gpipe._compat.torchvision  # noqa: F401  (must come before timm, which imports torchvision)
+
+from timm.utils.model_ema import ModelEmaV3  # isort: skip
 
 
 class Ema:
@@ -16,9 +19,6 @@ class Ema:
     Deviation: the initial weights have no part in the average. After n updates, update i has its usual weight
     (1 - decay) * decay ** (n - i), divided by the sum of all weights, 1 - decay ** n. In a long run that changes
     nothing.
-
-    Attributes:
-        module: the averaged layers, keyed like `pipeline.layers`, in evaluation mode.
     """
 
     def __init__(self, layers: nn.ModuleDict, decay: float = 0.9999, *, warm_up: bool = False) -> None:
@@ -37,26 +37,48 @@ class Ema:
             raise ValueError(f"ema.decay is {decay}, but it must be at least 0 and less than 1.")
         for name, tensor in layers.state_dict().items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
+                # timm would round at random, from a generator that no checkpoint saves, or never change the average.
                 raise ValueError(f"layers.{name} is {tensor.dtype}, too coarse for an average: keep float32 weights.")
-        self.module = copy.deepcopy(layers).eval().requires_grad_(False)
-        self._source, self._decay, self._warm_up = layers, decay, warm_up
+        self._source = _Named(layers)
+        self._average = _Average(self._source, decay=decay, use_warmup=warm_up)
+        self._average.requires_grad_(False)
 
-    @torch.no_grad()
+    @property
+    def module(self) -> nn.ModuleDict:
+        """The averaged layers, keyed like `pipeline.layers`, in evaluation mode."""
+        return cast(_Named, self._average.module).layers
+
     def update(self, num_updates: int) -> None:
         """Move the average towards the layers' state after `num_updates` steps; skipped steps do not count."""
-        decay = self._decay * (1 - self._decay ** (num_updates - 1)) / (1 - self._decay**num_updates)  # 0 at first
-        if self._warm_up:
-            decay = min(decay, (1 + num_updates) / (10 + num_updates))
-        states = (layers.state_dict(keep_vars=True).values() for layers in (self.module, self._source))
-        # By id: a layer may have a tensor under two names.
-        pairs = {id(average): (average, own) for average, own in zip(*states, strict=True)}.values()
-        for average, own in pairs:
-            if not average.is_floating_point():
-                average.copy_(own)
-        if averaged := [pair for pair in pairs if pair[0].is_floating_point()]:
-            averages, owns = zip(*averaged, strict=True)
-            get_ema_multi_avg_fn(decay)(averages, owns, num_updates)
+        self._average.update(self._source, num_updates)
 
     def state(self) -> dict[str, Tensor]:
         """Return the averaged tensors by name `layers.<i>.<name>`, sharing memory with the average."""
         return self.module.state_dict(prefix="layers.")
+
+
+class _Average(ModelEmaV3):
+    """timm's average with a decay that begins at 0."""
+
+    def get_decay(self, step: int | None = None) -> float:
+        """Return the decay of the update after `step` finished steps."""
+        assert step is not None
+        without_bias: float = self.decay * (1 - self.decay ** (step - 1)) / (1 - self.decay**step)
+        return min(without_bias, (1 + step) / (10 + step)) if self.use_warmup else without_bias
+
+
+class _Named(nn.Module):
+    """Holds the layers under the name `layers`, beside one parameter.
+
+    timm needs the device of the first parameter, but a stage of pooling and activations has no parameter.
+    """
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        device = next((tensor.device for tensor in layers.state_dict().values()), torch.device("cpu"))
+        self._anchor = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
+        self.layers = layers
+
+    def state_dict(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """Return each tensor once: timm would average one that a layer has under two names twice per step."""
+        return {id(tensor): tensor for tensor in super().state_dict(keep_vars=True).values()}
