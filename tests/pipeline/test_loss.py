@@ -141,9 +141,11 @@ def test_targets_may_be_nested() -> None:
     assert [float(loss(torch.ones(1), i)) for i in (0, 1)] == [1.0, 1.5]
 
 
-@pytest.mark.parametrize(("weigh", "total"), [(num_tokens, 0.0), (lambda _: math.nan, math.nan)])
+@pytest.mark.parametrize(
+    ("weigh", "total"), [(num_tokens, 0.0), (lambda _: math.nan, math.nan), (lambda _: math.inf, math.inf)]
+)
 def test_weights_that_sum_to_nothing_are_refused(weigh: LossWeight, total: float) -> None:
-    with pytest.raises(ValueError, match=rf"^the loss weights of the mini-batch sum to {total}; at least one must be"):
+    with pytest.raises(ValueError, match=rf"^the loss weights of the mini-batch sum to {total}; give finite ones, and"):
         minibatch_loss(token_loss, torch.full((2, 3), PADDING), [1, 1], weigh)
 
 

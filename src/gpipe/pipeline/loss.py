@@ -66,8 +66,8 @@ class MiniBatchLoss:
         totals, of_all = zip(*replicas.gather([sum(weights), given]), strict=True)
         refuse_different(of_all, "replica {}")
         total = sum(totals)
-        if not total > 0:
-            raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
+        if not 0 < total < float("inf"):
+            raise ValueError(f"the loss weights of the mini-batch sum to {total}; give finite ones, and one above 0")
         self._weights = [w / total for w in weights]
         self._values: dict[int, dict[str, Tensor]] = {}
         self._lacks_gradient = any(self._weights)  # until a micro-batch that counts has one

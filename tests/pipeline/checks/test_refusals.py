@@ -370,14 +370,14 @@ def test_a_complex_loss_is_refused() -> None:
         pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4)))
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-def test_a_norm_to_clip_at_is_not_negative(max_norm: float) -> None:
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), "1"])
+def test_a_norm_to_clip_at_is_a_number_and_not_negative(max_norm: Any) -> None:
     pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4)), F.mse_loss, [1], 2)
     batch = torch.ones(4, 4), torch.ones(4, 4)
-    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm}; it must be"):
+    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm!r}; it must be"):
         pipeline.train_step(batch, max_gradient_norm=max_norm)
     pipeline.train_step(batch)
-    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm}; it must be"):
+    with pytest.raises(ValueError, match=rf"^the maximum norm of the gradients is {max_norm!r}; it must be"):
         pipeline.clip_gradients(max_norm)
 
 
@@ -428,3 +428,10 @@ def test_a_pipeline_without_a_mesh_among_as_many_processes_as_devices_warns(monk
     assert said[0].filename == __file__
     gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, devices="cpu")
     gpipe.Pipeline(layers, F.mse_loss, [2], 2)
+
+
+def test_a_note_that_no_other_process_could_get_is_refused_in_one_process_too() -> None:
+    pipeline = build()
+    with refused("note returned set (Object of type set is not JSON serializable), which cannot be sent"):
+        pipeline.train_step(batch(), note=lambda: {1, 2})
+    assert pipeline.train_step(batch(), note=lambda: [None, "text"]).notes == [[None, "text"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -299,8 +300,8 @@ def refuse_inference_mode() -> None:
 
 def refuse_max_norm(max_norm: float | None) -> None:
     """Refuse to clip gradients to an invalid norm."""
-    if max_norm is not None and not max_norm >= 0:
-        raise ValueError(f"the maximum norm of the gradients is {max_norm}; it must be a number of at least 0")
+    if max_norm is not None and not (isinstance(max_norm, Real) and max_norm >= 0):
+        raise ValueError(f"the maximum norm of the gradients is {max_norm!r}; it must be a number of at least 0")
 
 
 def refuse_scaler(scaler: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -107,6 +108,7 @@ def conclude(
     Raises:
         NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.
         StepAbandoned: a process was asked to stop while it compiled; on every process.
+        TypeError: the note is not of JSON's types.
         ValueError: the processes were given different values, or copies of a tied parameter differ.
     """
     (norms, bits), max_norm, step = gradients.read(), given["max_gradient_norm"], given["step"]
@@ -115,7 +117,7 @@ def conclude(
         "totals": loss.totals() if loss else None,
         "fault": [named for named in norms if not math.isfinite(named[1])][:1],
         "norms": norms if max_norm is not None else [],
-        "note": [note() if note else None, is_abandoned],
+        "note": [_take(note), is_abandoned],
         "tied": bits,
     }
     parts = job.gather(own)
@@ -139,3 +141,16 @@ def conclude(
         raise NonFiniteError(f"the gradient of {name} in step {step} has the norm {norm}")
     clipped = None if max_norm is None else gradients.clip([part["norms"] for part in parts], max_norm, step)
     return Conclusion(totals, notes, False, clipped)
+
+
+def _take(note: Callable[[], Any] | None) -> Any:
+    """Return what a note says; refuse what cannot reach the other processes, also where there are none."""
+    said = None if note is None else note()
+    try:
+        json.dumps(said)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"note returned {type(said).__name__} ({error}), which cannot be sent to the other processes; return None, "
+            "numbers, text, lists or dicts of these"
+        ) from None
+    return said
