@@ -34,11 +34,6 @@ class PlanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.evaluate is not None:
-            raise ConfigError(
-                f"evaluate is {self.evaluate}, expected null: plan.py plans a training; leave it out, and repeat the "
-                "settings of that run."
-            )
         if self.calibrate and self.device != "auto":
             raise ConfigError(
                 f"calibrate is true, but device is {self.device}: measure on a machine that has one, with device=auto."
