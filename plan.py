@@ -24,6 +24,11 @@ register_schemas(PlanConfig)
 def main(composed: DictConfig) -> None:
     """Check the composed settings, then plan."""
     with report_errors(debug=composed.launch.debug):
+        if composed.evaluate is not None:
+            raise ConfigError(
+                f"evaluate is {composed.evaluate}, expected null: plan.py plans a training; leave it out, and repeat "
+                "the settings of that run."
+            )
         plan = None if is_open(composed) else to_run(composed)
         if plan is not None and plan.num_devices is not None:
             raise ConfigError(

@@ -43,6 +43,10 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
     [
         ("pipeline.num_stages=0", "pipeline.num_stages is 0, expected a number from 1 to 4096"),
         ("pipeline.partitions=[3,4,2]", "pipeline.partitions is [3, 4, 2], expected 2 (pipeline.num_stages)"),
+        (
+            "pipeline.partitions=[[0,4],[4,9]]",
+            "pipeline.partitions is [[0, 4], [4, 9]], expected a list of single values, or null: set pipe",
+        ),
         ("pipeline.partitions=[9,0]", "pipeline.partitions is [9, 0], expected"),
         ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected a number from 1 to 1000000"),
         ("pipeline.timeout_seconds=2e6", "pipeline.timeout_seconds is 2000000.0, expected a number from 1 to 1000000"),

@@ -142,6 +142,7 @@ def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             ["--experimental-rerun=a"],
             "--experimental-rerun loads a pickle, which may run any code: start the run's command again",
         ),
+        (["--resolve", "seed=1"], "--resolve fills in what --cfg prints: add --cfg job, or leave --resolve out"),
         (["--epochs=3"], "unrecognized arguments: --epochs=3: see --help"),
     ],
 )

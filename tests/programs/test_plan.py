@@ -296,6 +296,7 @@ def test_the_help_names_every_device_and_what_can_be_found() -> None:
     ("words", "said"),
     [
         (["num_devices=4"], "error: num_devices is 4, expected null without pipeline=auto: set pipeline=auto, or"),
+        (["evaluate=runs/a"], "error: evaluate is runs/a, expected null: plan.py plans a training; leave it out, and"),
         (["-m", "seed=0,1"], NO_SWEEP),
         (["hydra.mode=MULTIRUN", "seed=0,1"], NO_SWEEP),
     ],

@@ -82,7 +82,7 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
         ("seed", "error: seed has no value: write seed=... .\n"),
         (
             "data.root=a,b",
-            "error: data.root has the values a,b: add -m for a run with each, write 'data.root=[a,b]' for a list, or ",
+            "error: data.root has the values a,b: add -m to train.py for a run with each, write 'data.root=[a,b]' for ",
         ),
         ("seed=${seed}", "error: seed is ${seed}: Recursive interpolation detected: correct it.\n"),
         (
@@ -108,6 +108,13 @@ def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, 
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
+
+
+def test_an_interval_without_a_search_is_one_message_with_what_to_write(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "-m", "optimizer.learning_rate=interval(0.1,0.2)")
+    assert (done.returncode, done.stdout) == (1, "")
+    sentence = "error: interval(...) is a value of a sweep, but only a search draws from it: write the values to try, "
+    assert done.stderr == f"{sentence}separated by commas, or add +search=learning_rate.\n"
 
 
 def test_a_setting_of_another_data_set_names_its_group(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def _parse(parser: ArgumentParser) -> Namespace:
         _refuse("--experimental-rerun loads a pickle, which may run any code: start the run's command again")
     if found.package is not None and not found.cfg:
         _refuse("--package changes what --cfg prints: add --cfg job, or leave --package out")
+    if found.resolve and not found.cfg and not found.help:
+        _refuse("--resolve fills in what --cfg prints: add --cfg job, or leave --resolve out")
     return found
 
 

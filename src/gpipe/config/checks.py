@@ -115,8 +115,10 @@ class Section:
 
 
 def _require_countable(name: str, value: object, alternative: str) -> None:
-    """Refuse infinities, NaN and huge numbers: JSON cannot save them."""
+    """Refuse infinities, NaN and huge numbers, which JSON cannot save, and lists within a list."""
     for number in value if isinstance(value, list) else [value]:
+        is_nested = isinstance(value, list) and isinstance(number, list | dict)
+        require(not is_nested, name, value, f"a list of single values{alternative}")
         if isinstance(number, float):
             expected = f"a finite number of at most {_LARGEST_NUMBER:.0e}{alternative}"
             require(abs(number) <= _LARGEST_NUMBER, name, value, expected)

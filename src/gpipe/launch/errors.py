@@ -28,8 +28,11 @@ _ABSENT = re.compile(
 # Those that need no more than other words.
 _SENTENCES = {
     r"Ambiguous value for argument '\+*([^=]+)=(.*)'\n":
-        "{0} has the values {1}: add -m for a run with each, write '{0}=[{1}]' for a list, or \"{0}='{1}'\" for a "
-        "text.",
+        "{0} has the values {1}: add -m to train.py for a run with each, write '{0}=[{1}]' for a list, or "
+        "\"{0}='{1}'\" for a text.",
+    r"BasicSweeper does not support sweep type : INTERVAL_SWEEP":
+        "interval(...) is a value of a sweep, but only a search draws from it: write the values to try, separated by "
+        "commas, or add +search=learning_rate.",
     r"Multiple values for ([^.]+)\.": "{0} is chosen already: write {0}=..., without a plus.",
     r"Cannot find primary config '(.*?)(?:\.yaml)?'":
         "--config-name is {0}, but neither conf/ nor the folder of --config-dir has a file {0}.yaml: correct the name, "

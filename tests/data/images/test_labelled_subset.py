@@ -72,9 +72,18 @@ def test_without_a_limit_the_set_itself_is_trained_on() -> None:
     assert split_training_images("numbers", SET, None, None, seed=0) == (SET, None)
 
 
-@pytest.mark.parametrize(("max_images", "validation_images"), [(61, None), (50, 11), (None, 60)])
-def test_too_many_images_are_refused_with_the_numbers(max_images: int | None, validation_images: int | None) -> None:
-    with pytest.raises(ValueError, match="but numbers has 60 training images: lower them"):
+@pytest.mark.parametrize(
+    ("max_images", "validation_images", "given", "remedy"),
+    [
+        (61, None, "data.max_images is 61", "lower it to at most 60"),
+        (50, 11, "data.max_images is 50 and data.validation_images is 11", "lower them to at most 60 together"),
+        (None, 60, "data.validation_images is 60", "lower it to at most 57"),
+    ],
+)
+def test_too_many_images_are_refused_with_the_numbers(
+    max_images: int | None, validation_images: int | None, given: str, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{given}, but numbers has 60 training images: {remedy}.$"):
         split_training_images("numbers", SET, max_images, validation_images, seed=0)
 
 

@@ -61,19 +61,17 @@ def split_training_images(
     """
     if max_images is None and validation_images is None:
         return image_set, None
+    counts = {"data.max_images": max_images, "data.validation_images": validation_images}
+    given = " and ".join(f"{key} is {count}" for key, count in counts.items() if count is not None)
     if image_set.labels.ndim != 1:
-        raise ValueError(
-            f"data.max_images is {max_images} and data.validation_images is {validation_images}, but an image of "
-            f"{name} may have several labels: set both to null."
-        )
+        raise ValueError(f"{given}, but an image of {name} may have several labels: set both to null.")
     order = order_by_class(image_set.labels.astype(np.int64), seed)
     _, ends = np.unique(image_set.labels[order[::-1]], return_index=True)  # of each class, counted from the end
     num_kept = validation_images or 0
     if num_kept + max(max_images or 1, len(ends)) > len(order):
-        raise ValueError(
-            f"data.max_images is {max_images} and data.validation_images is {validation_images}, but {name} has "
-            f"{len(image_set):,} training images: lower them."
-        )
+        most = len(order) if max_images else len(order) - len(ends)  # each class keeps an image
+        remedy = f"lower them to at most {most} together" if max_images and num_kept else f"lower it to at most {most}"
+        raise ValueError(f"{given}, but {name} has {len(image_set):,} training images: {remedy}.")
     kept = np.delete(order, len(order) - 1 - ends)[:num_kept]
     train = order[~np.isin(order, kept)][:max_images]
     return ImageSubset(image_set, np.sort(train)), ImageSubset(image_set, np.sort(kept)) if validation_images else None
