@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
             if not folder.is_dir() or folder.parent != (root / FOLDER).resolve():
                 expected = f"expected one in {root / FOLDER}: correct its name."
                 raise ValueError(f"{options.claim} is not the folder of a claim, {expected}")
-            add_records(folder.name, [read_run(options.run)], root)
+            is_new = add_records(folder.name, [read_run(options.run)], root) > 0
+            print(f"{options.run} is {'now' if is_new else 'already'} on record in {options.claim}")
         elif options.command == "faults":
             write_records(root / faults.RECORDS, [faults.read_record(options.rows)])
     write_pages(root)

@@ -39,16 +39,17 @@ def _read_curves(folder: Path) -> dict[str, Any]:
     return {"curve": read_curve(metrics), "training": read_training(metrics)} if metrics.exists() else {}
 
 
-def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None:
-    """Add records to a claim, without the folders of this machine.
+def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> int:
+    """Add records to a claim, without the folders of this machine; return how many were not there yet.
 
     A record that is already there is not added again: a resumed study passes its earlier runs, too.
     """
     path = root / FOLDER / name / RUNS_FILE
     there = read_records(path) if path.exists() else []
-    for record in map(without_places, records):
-        if record not in there:
-            append_record(path, record)
+    new = [record for record in map(without_places, records) if record not in there]
+    for record in new:
+        append_record(path, record)
+    return len(new)
 
 
 def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob], root: Path = ROOT) -> None:

@@ -94,7 +94,7 @@ def test_pages_of_the_documentation_show_tables_of_all_claims_and_link_to_their_
     assert "| ours | 5 | 1.0% |" in text and "](../../reproductions/bubble)" in text
 
 
-def test_a_run_is_added_and_shown(tmp_path: Path) -> None:
+def test_a_run_is_added_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "model": {"variant": "b", "num_layers": 3, "num_filters": 16},
         "data": {"name": "photographs", "image_size": 64},
@@ -108,8 +108,9 @@ def test_a_run_is_added_and_shown(tmp_path: Path) -> None:
     append_record(run / "record.json", found)
     for readme in (folder / "README.md", tmp_path / "README.md"):
         readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
-    for _ in range(2):
+    for word in ("now", "already"):
         main(["add", str(run), str(folder)], tmp_path)
+        assert capsys.readouterr().out == f"{run} is {word} on record in {folder}\n"
     assert read_records(folder / "runs.jsonl") == [found]
     row = "| AmoebaNet-B (3,16) | photographs, 64 px | 2 | 4 | 7 | 83.8% | 1.5 | 300 | 20.0% | 512 |"
     assert row in (folder / "README.md").read_text()
