@@ -36,8 +36,12 @@ STEPS_PER_ROUND = 4
 def make_layers(num_layers: int, width: int) -> nn.Sequential:
     """Describe layers, of the paper's size if they are `MODEL_SIZE` wide, without the tables around them."""
     with torch.device("meta"):
-        layers = (TransformerLayer(width, WIDENING * width, width // HEAD_SIZE, 0.0) for _ in range(num_layers))
-        return nn.Sequential(*layers)
+        return nn.Sequential(
+            *(
+                TransformerLayer(width, WIDENING * width, width // HEAD_SIZE, 0.0, num_layers=num_layers)
+                for _ in range(num_layers)
+            )
+        )
 
 
 def count_forward_flops(num_layers: int, batch: int, time_steps: int, width: int) -> int:
