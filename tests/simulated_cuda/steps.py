@@ -193,6 +193,18 @@ def train_with_metric(rank: int) -> dict[str, float]:
     return pipeline.train_step((torch.ones(4, 4), torch.ones(4))).metrics
 
 
+def train_with_class_weights(rank: int, device: str, *, on_host: bool = True) -> float:
+    """Return the loss of a step with class weights on a device, and targets there or on the host."""
+    layers = nn.Sequential(nn.Linear(4, 3))
+    with torch.no_grad():
+        layers[0].weight.copy_(torch.arange(12.0).view(3, 4) / 8)
+        layers[0].bias.zero_()
+    loss = nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 4.0], device=device))
+    targets = torch.tensor([0, 0, 1, 2], device="cpu" if on_host else device)
+    pipeline = gpipe.Pipeline(layers.to(device), loss, [1], 2)
+    return pipeline.train_step((torch.eye(4), targets)).loss
+
+
 class _Pass(nn.Linear):
     """Hands on its input and its weight."""
 

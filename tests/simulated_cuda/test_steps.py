@@ -26,6 +26,7 @@ from tests.simulated_cuda.steps import (
     evaluate_and_overwrite,
     train,
     train_each,
+    train_with_class_weights,
     train_with_metric,
 )
 from tests.simulated_cuda.streams import NUM_DEVICES
@@ -165,6 +166,16 @@ def test_what_a_stage_hands_on_in_an_evaluation_may_change_right_after_it(simula
 @on_all_machines
 def test_a_metric_may_be_on_the_cpu(machine: Machine) -> None:
     assert machine.run(1, train_with_metric) == [{"size": 2.0}]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@on_all_machines
+def test_class_weights_may_be_on_a_gpu_and_targets_there_or_on_the_host(machine: Machine, on_host: bool) -> None:
+    ((found,), (expected,)) = (
+        machine.run(1, functools.partial(train_with_class_weights, on_host=on_host), device)
+        for device in ("cuda", "cpu")
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @on_all_machines

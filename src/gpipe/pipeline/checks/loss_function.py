@@ -37,8 +37,8 @@ def weight_of(loss: Any) -> Callable[[Any], float] | None:
         if not isinstance(targets, Tensor) or targets.is_floating_point():  # probabilities: none is ignored
             return len(targets)
         counted = targets[targets != getattr(loss, "ignore_index", -100)]
-        class_weights = getattr(loss, "weight", None)
-        return len(counted) if class_weights is None else float(class_weights.to(targets.device)[counted].sum())
+        class_weights = getattr(loss, "weight", None)  # on a GPU perhaps, while targets are still on the host
+        return len(counted) if class_weights is None else float(class_weights[counted].sum())
 
     return weigh_targets
 
