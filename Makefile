@@ -34,11 +34,11 @@ quicktest: .venv/development .venv/fairseq
 # The test files that have one of some marks: collecting all others takes a minute. In reverse order, the many short tests
 # of end_to_end come last, so no worker is idle while another one finishes a long test.
 marked = $$(grep --recursive --extended-regexp --files-with-matches --include="*.py" "mark\.($(1))" $(2) | sort --reverse)
-# The tests marked alone: those of a start have limits of seconds; the others mostly wait for time-outs.
+# The tests marked alone: those of a start or a lost host have limits of seconds; the others mostly wait for time-outs.
 reliability: .venv/development .venv/fairseq ## set up, then kill, stop, starve and disconnect runs, and run slow tests
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "(reliability or slow) and not alone" \
 		$(call marked,reliability|slow,tests)
-	$(BIN)/python -m pytest --numprocesses 2 -m alone $(call marked,alone,tests/reliability)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m alone $(call marked,alone,tests/reliability)
 	$(BIN)/python -m pytest --numprocesses 5 -m alone $(call marked,alone,tests --exclude-dir=reliability)
 
 gpu: .venv/development ## on a machine with GPUs: test and measure, a quarter of an hour on one; run again to continue

@@ -108,6 +108,7 @@ def test_a_run_on_one_host_does_not_answer_another(hosts: tuple[Host, Host], tmp
         program.wait(60)
 
 
+@pytest.mark.alone  # the promise is one of seconds
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_that_is_gone_ends_the_run(gone: int, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Host 0 has the rendezvous, and the store where processes leave word; nobody hears of it when it goes."""
